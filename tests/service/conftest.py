@@ -1,7 +1,7 @@
 """Promise: the service keeps its protocol: answers, counters, leases, eviction and access. It keeps
 the protocol on real databases, blob stores and proxies, and after crashes.
 
-Most tests share one live server and take a namespace of their own.
+Most tests share one live server and use their own namespace.
 """
 
 import itertools
@@ -31,23 +31,23 @@ from support.waiting import until
 
 
 def files_of(data_dir: Path) -> list[Path]:
-    """Every blob and every temporary file."""
+    """Return all blobs and temporary files."""
     return sorted(path for path in (data_dir / "blobs").rglob("*") if path.is_file())
 
 
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
-    """Asynchronous tests run on asyncio, as the server does."""
+    """Run asynchronous tests on asyncio, like the server."""
     return "asyncio"
 
 
 @pytest.fixture(scope="session")
 def live_server(start_once: Callable[..., Any]) -> LiveServer:
-    """One server on each database: whatever holds for one holds for the other."""
+    """One server on each database, with the same tests for both."""
     return start_once(
         LiveServer,
         max_artifact_bytes=400 * 1024**2,
-        upload_idle_seconds=3.0,  # longer than collecting garbage pauses this process
+        upload_idle_seconds=3.0,  # longer than garbage collection pauses this process
         flush_seconds=0.05,
         log_level="error",
     )
@@ -55,20 +55,20 @@ def live_server(start_once: Callable[..., Any]) -> LiveServer:
 
 @pytest.fixture(scope="session")
 def guarded(start_once: Callable[..., Any]) -> Guarded:
-    """A server that asks for tokens, on each database; take a `namespace` of your own."""
+    """A server that requires tokens, on each database. Use your own `namespace`."""
     return start_once(Guarded)
 
 
 @pytest.fixture
 def team(guarded: Guarded, namespace: str) -> Iterator[Team]:
-    """A team whose work the dashboard of `guarded` shows, in a namespace of the test."""
+    """A team in a namespace of the test, whose work the dashboard of `guarded` shows."""
     with closing(Team(guarded.url, namespace, guarded.admin)) as team:
         yield team
 
 
 @pytest.fixture
 def browse(guarded: Guarded) -> Iterator[Callable[..., httpx.Client]]:
-    """Opens the pages of `guarded`, signed in with these grants. Without grants, not signed in."""
+    """Return a client of the pages of `guarded`, signed in if grants are given."""
     with ExitStack() as stack:
 
         def make(*grants: str) -> httpx.Client:
@@ -104,13 +104,13 @@ def nginx(live_server: LiveServer, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def through(nginx: Nginx, api: Api, connect: Callable[..., Api]) -> Api:
-    """The same namespace, through nginx."""
+    """The namespace of `api`, through nginx."""
     return connect(nginx.url, api.namespace)
 
 
 @pytest.fixture
 def files(live_server: LiveServer) -> Callable[[], list[Path]]:
-    """What the shared server stores, without what earlier tests broke off."""
+    """Return the files of the shared server, once it has removed earlier temporary files."""
     temporary = live_server.data_dir / "blobs" / "tmp"
     until(lambda: not any(temporary.iterdir()))
     return lambda: files_of(live_server.data_dir)
@@ -118,7 +118,7 @@ def files(live_server: LiveServer) -> Callable[[], list[Path]]:
 
 @pytest.fixture
 def file_of(files: Callable[[], list[Path]]) -> Callable[[bytes], Path]:
-    """Where a blob lies."""
+    """Return the path of a blob."""
     return lambda blob: next(path for path in files() if path.name == Digest.of(blob).sha256)
 
 
@@ -134,14 +134,14 @@ def problem() -> Callable[..., dict[str, Any]]:
 
 @pytest.fixture
 def connect() -> Iterator[Callable[..., Api]]:
-    """Makes an `Api` for any server, and closes it at the end."""
+    """Return an `Api` for any server, and close it after the test."""
     with ExitStack() as stack:
         yield lambda *where: stack.enter_context(closing(Api(*where)))
 
 
 @pytest.fixture(scope="session")
 def process_environment() -> dict[str, str]:
-    """Variables of every server process."""
+    """Environment variables of every server process."""
     return {"GRAPHSTASH_MIN_FREE_BYTES": "0"}
 
 
@@ -149,7 +149,7 @@ def process_environment() -> dict[str, str]:
 def start(
     tmp_path: Path, process_environment: dict[str, str]
 ) -> Iterator[Callable[..., ServerProcess]]:
-    """Starts server processes on one data directory, and ends those that still run."""
+    """Start server processes on one data directory. Kill those that still run after the test."""
     started: list[ServerProcess] = []
 
     def make(*options: str, **keywords: Any) -> ServerProcess:
@@ -167,7 +167,7 @@ def start(
 def command_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Callable[..., Callable[..., str]]]:
-    """Makes a function that runs a command beside a server, and gives what it prints."""
+    """Return a function that runs a command beside a server and returns its output."""
     monkeypatch.setenv("GRAPHSTASH_DATA_DIR", str(tmp_path / "data"))
     with LiveServer(tmp_path / "data", log_level="error") as server:
 
@@ -181,7 +181,7 @@ def command_on(
 
 @pytest.fixture
 def writers() -> Callable[..., AbstractContextManager[dict[int, bytes]]]:
-    """Threads that upload until the end; what was acknowledged, by number."""
+    """Return a context whose threads upload until its end. It collects the acknowledged blobs."""
 
     @contextmanager
     def writing(apis: list[Api]) -> Iterator[dict[int, bytes]]:
@@ -195,7 +195,7 @@ def writers() -> Callable[..., AbstractContextManager[dict[int, bytes]]]:
                     if apis[writer].put(blob, number).status_code == 201:
                         acknowledged[number] = blob
                 except httpx.TransportError:
-                    is_over.wait(0.05)  # its server is away
+                    is_over.wait(0.05)  # its server is down
                 if is_over.is_set():
                     return
 
@@ -213,7 +213,7 @@ def writers() -> Callable[..., AbstractContextManager[dict[int, bytes]]]:
 
 @pytest.fixture
 def most_at_once(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[[], int]]:
-    """Counts how many calls of a module's coroutine ran at the same time."""
+    """Return a counter of the most calls of a module's coroutine that ran at the same time."""
 
     def counting(module: Any, name: str) -> Callable[[], int]:
         call, running, most = getattr(module, name), 0, 0
@@ -235,7 +235,7 @@ def most_at_once(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[[], 
 
 @pytest.fixture(scope="session")
 def migrated_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A SQLite database as a server has it; take a copy."""
+    """A migrated SQLite database, for copies."""
     path: Path = tmp_path_factory.mktemp("migrated") / "graphstash.sqlite3"
     migrate(f"sqlite+aiosqlite:///{path}", lock_path=path.with_name("lock"))
     return path
@@ -243,7 +243,7 @@ def migrated_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def migrated_name(postgres: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The name of such a database of PostgreSQL; take a copy."""
+    """The name of a migrated PostgreSQL database, for copies."""
     url: str = postgres.new_database()
     migrate(url, lock_path=tmp_path_factory.mktemp("migrated") / "lock")
     return url.rpartition("/")[2]
@@ -251,7 +251,7 @@ def migrated_name(postgres: Any, tmp_path_factory: pytest.TempPathFactory) -> st
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """A database as a server has it, of each kind: a copy of one that was migrated once."""
+    """URL of a database of each kind, copied from one that was migrated once."""
     if request.param == "postgresql":
         template = request.getfixturevalue("migrated_name")
         return str(request.getfixturevalue("postgres").new_database(template=template))
@@ -262,5 +262,5 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def opened(database_url: str, tmp_path: Path) -> Any:
-    """Opens servers without HTTP; see `support.services.opener`."""
+    """Open servers without HTTP; see `support.services.opener`."""
     return opener(tmp_path, database_url)

@@ -1,4 +1,4 @@
-"""A caller without rights learns nothing: what is there is answered as what is not."""
+"""A caller without rights gets the same answer for present and absent resources."""
 
 import json
 
@@ -8,7 +8,7 @@ from graphstash_server.app import create_app
 from graphstash_server.settings import Settings
 from support.api import Api
 
-# Rights are decided before the database is asked for anything else.
+# The server decides on rights before it queries the database for anything else.
 pytestmark = pytest.mark.parametrize("start_once", ["sqlite"], indirect=True)
 
 PATHS = create_app(Settings()).openapi()["paths"]
@@ -16,7 +16,7 @@ CALLS = [(method.upper(), path) for path in PATHS if "{" in path for method in P
 
 
 def words_of(api, number):
-    """What stands in the path of a call about artifact, manifest and run `number`."""
+    """Return the words in the path of a call about artifact, manifest and run `number`."""
     return api.key(number) | {
         "namespace": api.namespace,
         "name": f"manifest-{number}",
@@ -28,7 +28,7 @@ def words_of(api, number):
 
 
 def body_of(path, key):
-    """What the call takes for something of its own."""
+    """Return a valid body of the call."""
     if path.endswith((":lookup", "/{name}")):
         return {"keys": [key]}
     if path.endswith(":verify"):
@@ -40,7 +40,7 @@ def body_of(path, key):
 
 @pytest.fixture(scope="module")
 def kept(guarded):
-    """A namespace with an artifact, a manifest and a run, 1; and nothing that is called 2."""
+    """A namespace with an artifact, a manifest and a run called 1, and none called 2."""
     admin = guarded.api("kept")
     assert admin.put(b"secret", 1).is_success
     manifest = admin.http.put("/v1/kept/manifests/manifest-1", json={"keys": [admin.key(1)]})
@@ -49,11 +49,11 @@ def kept(guarded):
     assert admin.http.put("/v1/kept/runs/run-1/p0", json=report).is_success
     guarded.set_policy("kept", mode="read_only", limit_bytes=1000)
     yield guarded
-    guarded.set_policy("kept", mode="write_once")  # tests in random order come back to this server
+    guarded.set_policy("kept", mode="write_once")  # later tests use this server
 
 
 def seen(answer, words):
-    """All but what differs between two requests, or repeats what was asked for."""
+    """Return the answer without the parts that differ per request or repeat its words."""
     headers = {
         name: value
         for name, value in answer.headers.items()
@@ -85,9 +85,9 @@ def test_answer_without_read_right_is_same_for_present_and_absent(kept, shown):
         is_read = method in {"GET", "HEAD"} and path.endswith(
             ("/{fingerprint}", "manifests/{name}")
         )
-        if is_read and shown not in tokens:  # as for a reader of what is absent
+        if is_read and shown not in tokens:  # equal to a reader's answer for an absent resource
             words = words_of(reader, 2)
             answers.add(seen(reader.http.request(method, path.format_map(words)), words))
         assert len(answers) == 1, (method, path, answers)
-    # The calls changed nothing, and a reader distinguishes what is there from what is not.
+    # The calls changed nothing, and a reader still distinguishes present from absent.
     assert [reader.get(number).status_code for number in (1, 2)] == [200, 404]

@@ -1,7 +1,6 @@
-"""X-Accel-Redirect: nginx sends the blobs, and the answers do not show it.
+"""X-Accel-Redirect: nginx sends the blobs, and the answers equal those of the server.
 
-Every test asks a real server directly and through a real nginx with the configuration of docker/,
-and compares.
+Each test sends equal requests to a server, and to nginx with the configuration of docker/.
 """
 
 import base64
@@ -16,7 +15,7 @@ from support.api import Api
 from support.nginx import in_front_of, seen
 from support.waiting import until
 
-# What is in the database does not depend on who sends the bytes.
+# The content of the database does not depend on which process sends the bytes.
 pytestmark = pytest.mark.parametrize("start_once", ["sqlite"], indirect=True)
 
 BLOB = os.urandom(300_000)
@@ -46,7 +45,7 @@ GETS = (
 
 @pytest.fixture(scope="module")
 def reads(live_server, nginx, new_namespace):
-    """The same artifact, read from the server and through nginx."""
+    """Readers of one artifact: from the server, and through nginx."""
     name = new_namespace()
     with closing(Api(live_server.url, name)) as api, closing(Api(nginx.url, name)) as through:
         assert api.put(BLOB, seconds=12.5).status_code == 201
@@ -54,7 +53,7 @@ def reads(live_server, nginx, new_namespace):
 
 
 def test_answer_through_nginx_equals_direct_answer(reads):
-    """tests/service/test_ranges.py has what the direct answers are."""
+    """tests/service/test_ranges.py tests the direct answers."""
     found = set()
     for headers in GETS:
         direct, behind = (each.http.get(each.path(), headers=headers) for each in reads)
@@ -78,7 +77,7 @@ def test_nginx_sends_the_bytes_and_the_server_does_not(reads, nginx, problem):
         assert nginx.has_sent(answer.headers["x-request-id"])
         assert "x-accel-redirect" not in answer.headers
     location = direct.get(Graphstash_Accel="1").headers["x-accel-redirect"]
-    problem(through.http.get(location), 404, "unknown_path", "/_blobs/")  # from nginx itself only
+    problem(through.http.get(location), 404, "unknown_path", "/_blobs/")  # internal path
 
 
 def test_blobs_of_every_size_and_largest_metadata_are_served(api, through):
@@ -89,7 +88,7 @@ def test_blobs_of_every_size_and_largest_metadata_are_served(api, through):
     text = json.dumps({"compile_seconds": 1, "raw_size_bytes": 2, "note": "n" * 12_000})
     metadata = base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")  # nearly 16 KiB
     through.put(BLOB, 9, Graphstash_Metadata=metadata)
-    # Before anything is a hit: hits are counted every second, and HEAD tells how many.
+    # Before the first hit: the server counts hits every second, and HEAD returns their number.
     assert seen(through.head(9)) == seen(api.head(9))
     assert seen(through.get(9)) == seen(api.get(9))
     assert api.get(9).headers["graphstash-metadata"] == metadata
@@ -106,7 +105,7 @@ def test_blobs_sent_by_nginx_are_counted_as_hits(api, through):
     assert api.stats()["hits"] == 2
 
 
-def test_a_file_that_vanished_is_a_miss_and_can_be_stored_again(api, through, file_of, problem):
+def test_vanished_file_is_a_miss_and_can_be_stored_again(api, through, file_of, problem):
     unlike = BLOB + api.namespace.encode()
     api.put(unlike)
     assert through.get().status_code == 200
@@ -119,10 +118,8 @@ def test_a_file_that_vanished_is_a_miss_and_can_be_stored_again(api, through, fi
 
 
 @pytest.mark.parametrize("why", ["GRAPHSTASH_BLOB_DIR", "GRAPHSTASH_ACCEL"])
-def test_server_sends_blob_that_nginx_lacks_or_shall_not_read(
-    live_server, api, connect, tmp_path, why
-):
-    """A client cannot claim that nginx reads blobs."""
+def test_server_sends_blob_that_nginx_cannot_read(live_server, api, connect, tmp_path, why):
+    """A client cannot claim that nginx has access to the blobs."""
     api.put(BLOB, seconds=12.5)
     directory = str(tmp_path) if why == "GRAPHSTASH_BLOB_DIR" else ""
     with in_front_of(live_server, tmp_path / "nginx", **{why: directory}) as blind:
@@ -133,11 +130,11 @@ def test_server_sends_blob_that_nginx_lacks_or_shall_not_read(
             assert seen(answer) == seen(direct)
             if why == "GRAPHSTASH_ACCEL":
                 assert not blind.has_sent(answer.headers["x-request-id"])
-        # What vanished everywhere is what the server says it is.
+        # If the blob is missing everywhere, nginx passes on the server's refusal.
         assert seen(through.get(7)) == seen(api.get(7))
 
 
-def test_a_large_blob_is_named_to_a_proxy_and_a_small_one_passed_on(api):
+def test_server_names_large_blobs_to_a_proxy_and_sends_small_ones(api):
     for number, (size, is_named) in enumerate([(256 * 1024 - 1, False), (256 * 1024, True)]):
         blob = os.urandom(size)
         api.put(blob, number)

@@ -1,4 +1,4 @@
-"""Who may do what, where, and how it is found out."""
+"""Rights of callers and namespaces, and how the server looks up tokens."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ from support.wire import Wire, head
 BLOB = b"x" * 1000
 OPEN = {"/healthz", "/readyz", "/openapi.json"}
 PAGES = {"/", "/search", "/tuning", "/docs", "/sign-in", "/sign-out", "/assets/{name}"}
-"""They show everybody what everybody may read: see test_pages, test_sign_in and test_actions."""
+"""Pages show each visitor only what it may read: see test_pages, test_sign_in and test_actions."""
 UNKNOWN = f"gst_{'a' * 16}_{'A' * 43}"
 
 pytestmark = pytest.mark.anyio
@@ -63,13 +63,13 @@ ADMINS = {"delete": lambda api: api.delete()}
 
 @pytest.fixture
 def admin(guarded, namespace):
-    """The administrator in a namespace of the test."""
+    """An administrator's `Api` in a namespace of the test."""
     return guarded.api(namespace)
 
 
 @pytest.fixture
 def stored(admin):
-    """A namespace with an artifact and a manifest in it."""
+    """The name of a namespace that holds an artifact and a manifest."""
     for name in ("put", "put manifest"):
         assert WRITES[name](admin).status_code == 201
     return admin.namespace
@@ -79,7 +79,7 @@ def stored(admin):
 
 
 def flat(routes):
-    """Every route; later releases of FastAPI keep those of a router together."""
+    """Return all routes. Later releases of FastAPI nest the routes of a router."""
     for route in routes:
         inner = getattr(route, "original_router", None)
         if inner is None:
@@ -89,8 +89,8 @@ def flat(routes):
 
 
 @pytest.mark.parametrize("shown", [None, UNKNOWN])
-def test_every_call_that_is_not_open_requires_credentials(guarded, tmp_path, shown):
-    """tests/attacks/test_stolen_tokens.py has the forms in which they are not valid."""
+def test_every_call_except_open_ones_requires_credentials(guarded, tmp_path, shown):
+    """tests/attacks/test_stolen_tokens.py covers credentials in invalid forms."""
     app = create_app(load_settings(data_dir=tmp_path))
     caller = guarded.http(shown)
     asked, details = 0, set()
@@ -113,12 +113,12 @@ def test_every_call_that_is_not_open_requires_credentials(guarded, tmp_path, sho
                     details.add(answer.json()["detail"])
                 asked += 1
     assert asked > 24
-    assert len(details) == (2 if shown is None else 1)  # of calls, and of pages
+    assert len(details) == (2 if shown is None else 1)  # one for calls, one for pages
 
 
 @contextlib.contextmanager
 def half_sent(guarded, method, path, token, *, body, **headers):
-    """Sends half of a body; gives a function that sends the rest and returns the status."""
+    """Send half of a body. Return a function that sends the rest and returns the status."""
     sent = [f"{name}: {value}" for name, value in headers.items()]
     sent += [f"Content-Length: {len(body)}", "Expect: 100-continue"]
     with Wire(guarded.url) as wire:
@@ -129,7 +129,7 @@ def half_sent(guarded, method, path, token, *, body, **headers):
 
 
 def revoke(guarded, token):
-    """So that this process knows it at once."""
+    """Revoke a token, without delay for this process."""
     answer = guarded.http(guarded.admin).delete(f"/v1/-/tokens/{token[4:20]}")
     assert answer.status_code == 204
 
@@ -148,7 +148,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_slow_upload_is_refused_after_its_token_expires(guarded, admin, name):
+def test_slow_upload_is_refused_after_its_token_is_revoked(guarded, admin, name):
     path, body = BODIES[name](admin)
     method = "POST" if name == "token" else "PUT"
     token = guarded.token("admin:*")
@@ -180,7 +180,7 @@ def test_slow_upload_is_refused_after_policy_change(guarded, admin, before, afte
     assert admin.get().status_code == 404
 
 
-def test_a_waiter_whose_token_is_revoked_gets_no_lease(guarded, admin):
+def test_waiter_whose_token_is_revoked_gets_no_lease(guarded, admin):
     held = admin.acquire().json()["token"]
     token = guarded.token(f"write:{admin.namespace}")
     with (
@@ -221,7 +221,7 @@ def test_a_scope_includes_only_the_scopes_below_it(guarded, stored, grant, allow
 
 
 def test_a_pattern_of_many_stars_is_matched_in_linear_time():
-    """A search that goes back would take years: nothing here waits for a clock."""
+    """A backtracking matcher would take years, so this test needs no clock."""
     pattern = NamespacePattern("*a" * 31 + "b")
 
     assert not pattern.matches("a" * 64)
@@ -241,7 +241,7 @@ def test_a_pattern_of_many_stars_is_matched_in_linear_time():
 
 
 def test_public_namespace_is_read_by_every_caller(guarded, connect, stored):
-    """tests/attacks/test_privilege.py has what an anonymous caller may not do there."""
+    """tests/attacks/test_privilege.py covers calls that an anonymous caller may not make."""
     guarded.set_policy(stored, anonymous_read=True)
     anonymous, stranger = connect(guarded.url, stored), guarded.api(stored, "write:elsewhere")
 
@@ -273,7 +273,7 @@ def test_a_server_without_authentication_allows_every_call(api):
     assert api.delete().status_code == 204
 
 
-# -- what is known about a token, and for how long --
+# -- cached tokens, and for how long they are valid --
 
 
 @pytest.fixture
@@ -283,14 +283,14 @@ def clock():
 
 @pytest.fixture
 def statements():
-    """Every statement that names tokens."""
+    """Record every statement on the table of tokens."""
     with recorded("tokens") as seen:
         yield seen
 
 
 @pytest.fixture
 async def services(database_url, clock):
-    """What decides about tokens, and what makes them, on a database of its own."""
+    """The services that check and create tokens, on an empty database."""
     database = Database(database_url)
     access = AccessService(
         is_open=False,
@@ -336,7 +336,7 @@ async def test_cached_decision_needs_no_statement_and_ends_in_time(services, clo
 
 
 def knows(access, issued):
-    """Whether a decision needs no query."""
+    """Return whether a decision needs no query."""
     return access.principal_now(f"Bearer {issued.token}") is not None
 
 
@@ -421,7 +421,7 @@ async def test_look_up_of_new_token_does_not_wait_for_a_renewal(services, clock,
     assert len(calls) == 2
 
 
-async def test_a_failed_renewal_is_not_retried_at_once_and_extends_no_decision(
+async def test_failed_renewal_is_retried_later_and_extends_no_decision(
     services, clock, monkeypatch
 ):
     access, tokens = services
@@ -446,7 +446,7 @@ async def test_a_failed_renewal_is_not_retried_at_once_and_extends_no_decision(
     assert await is_let_in(access, issued.token), "the query of this token alone does not fail"
 
 
-async def test_a_query_from_before_a_revocation_is_not_used_after_it(services, monkeypatch):
+async def test_query_that_began_before_a_revocation_is_not_used_after_it(services, monkeypatch):
     access, tokens = services
     issued = await new_token(tokens)
     has_looked, may_go_on = asyncio.Event(), asyncio.Event()
@@ -503,8 +503,8 @@ async def test_guesses_share_statements_and_take_bounded_memory(services, statem
     assert list(access.tokens._known) == [issued.info.id]
 
 
-def test_a_server_whose_database_is_gone_answers_503_and_not_401(tmp_path, problem, postgres):
-    """Any other answer would tell a job that its token is bad."""
+def test_server_without_database_answers_503_instead_of_401(tmp_path, problem, postgres):
+    """Any other answer would make a job report a bad token."""
     url = postgres.new_database()
     with Guarded(tmp_path, database_url=url) as guarded:
         token = guarded.token("read:*")

@@ -1,4 +1,4 @@
-"""Actions of the dashboard do what their calls do, with the same rights, from their page only."""
+"""Actions of the dashboard have the effect and the rights of their calls, on its pages only."""
 
 import re
 from contextlib import closing
@@ -12,12 +12,12 @@ from graphstash_server.pages.visitor import form_token_of
 from support.dashboard import JOB, key_of
 from support.sessions import HTML, sign_in
 
-# Each action does what a call does, and the tests of the calls run on each database.
+# The tests of the calls cover each database.
 pytestmark = pytest.mark.parametrize("start_once", ["sqlite"], indirect=True)
 
 
 def fields_of(client, page, action):
-    """The hidden fields of the first form of an action on a page, or {} without such a form."""
+    """Return the hidden fields of an action's first form on a page, or {} if the page has none."""
     text = client.get(page).text.partition(f'action="/actions/{action}"')[2].partition("</form>")[0]
     return dict(re.findall(r'<input type="hidden" name="(\w+)" value="([^"]*)">', text))
 
@@ -85,7 +85,7 @@ def test_pins_and_limits_apply_and_are_audited(guarded, team, browse, namespace)
     policy = guarded.http(guarded.admin).get(f"/v1/-/namespaces/{namespace}").json()["policy"]
     assert (policy["limit_bytes"], policy["anonymous_read"]) == (None, True)
     entries = audited(guarded, namespace)
-    assert {each[0] for each in entries} <= {"put", "policy_set"}  # which every release can read
+    assert {each[0] for each in entries} <= {"put", "policy_set"}  # known to every release
     assert ("policy_set", namespace) in [each[:2] for each in entries]
     details = [each[3] for each in entries if each[:2] == ("policy_set", f"job {JOB}")]
     assert [detail.partition(" until ")[0] for detail in details] == ["not pinned", "pinned"]
@@ -117,8 +117,8 @@ def test_token_is_shown_once_works_and_is_revoked(guarded, browse, namespace):
     assert guarded.http(token).get(f"/v1/{namespace}/manifests/x").status_code == 401
 
 
-def test_new_token_needs_token_of_session_and_ends_with_it(guarded, browse, namespace):
-    """A cookie alone gives no token that outlives the session."""
+def test_new_token_requires_the_sessions_token_and_expires_with_it(guarded, browse, namespace):
+    """A cookie alone creates no token, and no token outlives the session's token."""
     ends = datetime.now(UTC) + timedelta(minutes=20)
     grants = [{"scope": "admin", "namespaces": "*"}]
     body = {"description": "short", "grants": grants, "expires_at": ends.isoformat()}
@@ -151,7 +151,7 @@ def test_stale_page_does_not_delete_replacement(guarded, team, browse, namespace
 
 
 def attempts(namespace, key, csrf, token=""):
-    """Each action with valid fields, on what another team has, by the owner of a token."""
+    """Return each action with valid fields, on an artifact of another team."""
     named = {"csrf": csrf, "namespace": namespace, "key": str(key)}
     return {
         "withhold": named | {"reason": "corrupt", "digest": "sha256:" + "0" * 64},
@@ -165,7 +165,7 @@ def attempts(namespace, key, csrf, token=""):
     }
 
 
-def test_visitor_without_right_sees_no_action_and_changes_nothing(guarded, team, browse, namespace):
+def test_visitor_without_right_gets_no_action_and_changes_nothing(guarded, team, browse, namespace):
     key = team.work()
     before = audited(guarded, namespace)
     for grant in (f"read:{namespace}", f"admin:{namespace}-other", "write:*"):

@@ -1,4 +1,4 @@
-"""Health, statistics, the root, and what every answer has in common."""
+"""Health, statistics, unknown paths, and headers of every answer."""
 
 import asyncio
 import functools
@@ -37,8 +37,8 @@ def test_health_and_readiness_name_their_parts_and_leave_no_blob(api, files):
 
 
 @pytest.mark.anyio
-async def test_probe_is_shared_and_of_hanging_disk_reported(opened, tmp_path, monkeypatch):
-    """It writes to the store, and needs no token."""
+async def test_shared_readiness_probe_reports_a_hanging_disk(opened, tmp_path, monkeypatch):
+    """A probe writes to the store and requires no token, so callers share it."""
     hangs, goes_on, fsync = threading.Event(), threading.Event(), os.fsync
     probes = []
 
@@ -85,7 +85,7 @@ async def test_probe_is_shared_and_of_hanging_disk_reported(opened, tmp_path, mo
     assert not [path for path in (tmp_path / "blobs").rglob("*") if path.is_file()]
 
 
-def test_a_server_without_its_store_or_database_is_alive_and_not_ready(tmp_path, connect, problem):
+def test_server_without_its_store_or_database_is_alive_but_not_ready(tmp_path, connect, problem):
     with LiveServer(tmp_path / "data", log_level="error") as server:
         api = connect(server.url)
         api.put(b"x", 1)
@@ -123,7 +123,7 @@ def test_every_answer_has_protocol_and_request_id_of_caller_if_given(api):
     assert re.fullmatch(r"[A-Za-z0-9-]+", replaced.headers["x-request-id"])
 
 
-def test_unknown_path_is_named_and_wrong_method_gets_the_allowed_ones(api, problem):
+def test_answer_names_an_unknown_path_or_the_allowed_methods(api, problem):
     for path in ("/nothing", "/v1", "/v1/team", "/redoc", "/v1/stats/", "/assets"):
         problem(api.http.get(path), 404, "unknown_path", path)
     for path, method, allowed in (
@@ -170,7 +170,7 @@ def test_unexpected_store_error_shows_no_details(tmp_path, monkeypatch, connect,
         assert api.http.get("/healthz").status_code == 200
 
         monkeypatch.setattr(store, "open", shrinking)
-        with pytest.raises(httpx.RemoteProtocolError):  # a blob that ends early cuts the connection
+        with pytest.raises(httpx.RemoteProtocolError):  # the server closes it
             api.get()
 
 
@@ -181,7 +181,7 @@ def test_every_setting_has_a_docstring():
     assert [name for name, each in declared.items() if not each.meaning] == []
 
 
-def test_text_that_is_replaced_during_a_read_is_read_whole():
+def test_text_replaced_during_a_read_is_read_whole():
     shared = SharedText()
     shared.set("the first text, which is longer")
     memory = shared._memory

@@ -46,7 +46,7 @@ def test_absent_artifact_is_404_that_caches_do_not_store(api, problem):
 
 
 @pytest.mark.sql
-def test_the_first_upload_of_a_key_stays_with_unknown_metadata(api, problem):
+def test_first_upload_of_a_key_stays_with_unknown_metadata(api, problem):
     sent = "eyJjb21waWxlX3NlY29uZHMiOjEsInJhd19zaXplX2J5dGVzIjoyLCJuZXciOjN9"
     api.put(BLOB, Graphstash_Metadata=sent)
     again = api.put(BLOB)
@@ -78,7 +78,7 @@ def test_if_none_match_of_stored_artifact_is_304_for_reads_and_refuses_uploads(a
 
 
 @pytest.mark.sql
-def test_equal_blobs_are_kept_once_until_the_last_artifact_is_deleted(api, files):
+def test_equal_blobs_are_stored_once_until_the_last_artifact_is_deleted(api, files):
     blob = b"shared" + api.namespace.encode()
 
     def stored():
@@ -146,5 +146,5 @@ def test_artifact_of_lost_or_damaged_blob_is_dropped_and_can_be_stored_again(
         assert not [path for path in files() if path.name == Digest.of(blob).sha256]
     api.put(blob)
     file_of(blob).unlink()
-    assert api.put(blob).status_code == 201  # which repairs what no request has found lost
+    assert api.put(blob).status_code == 201  # the upload repairs a loss that no request has found
     assert api.get().content == blob

@@ -1,4 +1,4 @@
-"""The audit log: what is in it, page by page, and for how long."""
+"""The audit log: its entries, its pages, and their retention."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ START = datetime(2030, 1, 1, tzinfo=UTC)
 
 
 def records(count, *, at=START):
-    """One a minute, in two namespaces by turns."""
+    """Return one record for each minute, in two namespaces by turns."""
     return [
         AuditRecord(
             at + timedelta(minutes=number),
@@ -40,7 +40,7 @@ def records(count, *, at=START):
 
 @contextlib.asynccontextmanager
 async def logged(database_url, written):
-    """The service of a database with these records, and the database."""
+    """Open the audit service and the database, with these records."""
     database = Database(database_url)
     try:
         async with database.writing() as connection:

@@ -48,7 +48,7 @@ try:
 finally:
     print(f"steps: {{steps}}", file=sys.stderr)
 """
-"""Kills the command before it renames or removes a file for the `at`-th time."""
+"""Program that kills a command before it renames or removes a file for the `at`-th time."""
 
 
 def blob_of(number):
@@ -60,7 +60,7 @@ def sha256_of(number):
 
 
 class Site:
-    """A server's database and blob store, with artifacts that have small numbers."""
+    """A server's database and blob store, with artifacts named by small numbers."""
 
     def __init__(self, directory, database_url, jobs, **store):
         url = database_url or f"sqlite+aiosqlite:///{directory / 'graphstash.sqlite3'}"
@@ -90,7 +90,7 @@ class Site:
         return done.stdout + done.stderr
 
     def run_killed(self, *arguments, at=0):
-        """Returns how many steps the command took; None if it was killed before."""
+        """Return the number of the command's steps, or None if the program killed it."""
         program = self.directory.with_suffix(".py")
         program.write_text(KILLED.format(at=at, arguments=[str(each) for each in arguments]))
         variables = {name: str(value) for name, value in self.variables.items()}
@@ -116,7 +116,7 @@ class Site:
                 assert api.put(blob_of(number), number).status_code == 201
 
     def stored(self):
-        """The numbers whose artifacts a server serves whole; others must be misses."""
+        """Return the numbers of the artifacts that a server has. All others must be misses."""
         with self.serving() as api:
             answers = {number: api.get(number) for number in range(15)}
         found = {number for number, answer in answers.items() if answer.status_code == 200}
@@ -127,7 +127,7 @@ class Site:
 
 @pytest.fixture(scope="module")
 def model_of(tmp_path_factory, request, jobs):
-    """Sites with a blob store on disk, which get their artifacts once: take copies."""
+    """Return sites with a blob store on disk, filled once for each set of artifacts, for copies."""
 
     @functools.cache
     def make(database, numbers):
@@ -140,7 +140,7 @@ def model_of(tmp_path_factory, request, jobs):
 
 @pytest.fixture
 def new_site(tmp_path, request, jobs, model_of):
-    """Makes empty sites, and copies of sites that have artifacts."""
+    """Return empty sites, and copies of sites that have artifacts."""
     numbers = iter(range(100))
 
     def make(database="sqlite", store="disk", *, stored=()):
@@ -160,7 +160,7 @@ def new_site(tmp_path, request, jobs, model_of):
 
 
 def new_url(request, database, *, like=None):
-    """The URL of an empty PostgreSQL database or of a copy; None for SQLite in the directory."""
+    """Return the URL of an empty or copied PostgreSQL database. None means SQLite in the site."""
     if database == "sqlite":
         return None
     template = {"template": make_url(like.settings["database_url"]).database} if like else {}
@@ -174,7 +174,7 @@ def backup(tmp_path):
 
 @pytest.fixture
 def stored_in(new_site, backup):
-    """The artifacts that an empty site has after a restore."""
+    """Return the artifacts of an empty site after a restore."""
 
     def restored():
         site = new_site()
@@ -196,7 +196,7 @@ def blobs_in(directory):
     ],
     ids="-".join,
 )
-def test_backup_under_load_restores_all_that_was_acknowledged_before(
+def test_backup_under_load_restores_all_uploads_acknowledged_before_it(
     new_site, backup, source, target, writers, connect
 ):
     site = new_site(*source)
@@ -223,10 +223,10 @@ def test_backup_under_load_restores_all_that_was_acknowledged_before(
     with restored.serving() as api:
         assert [n for n, blob in before.items() if api.get(n).content != blob] == []
         assert connect(api.url, "kept").get().content == b"an artifact of another namespace"
-        assert api.delete(next(iter(before))).status_code == 204  # goes on numbering the audit log
+        assert api.delete(next(iter(before))).status_code == 204  # numbers the audit log
 
 
-def test_artifact_replaced_during_the_backup_is_in_it(new_site, backup, monkeypatch):
+def test_backup_contains_an_artifact_replaced_while_it_ran(new_site, backup, monkeypatch):
     site = new_site(stored=range(3))
     site.run("namespace", "set", "team", "--mode", "overwrite")
     take, snapshots = backup_module.take_snapshot, []
@@ -252,7 +252,7 @@ def test_artifact_replaced_during_the_backup_is_in_it(new_site, backup, monkeypa
 
 
 def chosen(steps, database, *, is_extended):
-    """Before which steps to kill: all on SQLite, whose file is one of the files that are moved."""
+    """Return the steps before which to kill. On SQLite, whose file is moved, these are all."""
     assert steps > 6
     if is_extended and database == "sqlite":
         return range(1, steps + 1)
@@ -260,7 +260,7 @@ def chosen(steps, database, *, is_extended):
 
 
 @pytest.mark.parametrize("database", most_extended(["sqlite", "postgresql"], quick=["sqlite"]))
-def test_killed_backup_leaves_the_one_before_and_continues(
+def test_killed_backup_leaves_the_previous_one_and_can_continue(
     new_site, tmp_path, backup, database, is_extended
 ):
     site = new_site(database, stored=range(3))
@@ -293,7 +293,7 @@ def test_killed_backup_leaves_the_one_before_and_continues(
         pytest.param("sqlite", False, marks=pytest.mark.extended),
     ],
 )
-def test_killed_restore_lets_no_server_start_and_continues(
+def test_killed_restore_prevents_servers_from_starting_and_can_continue(
     new_site, backup, database, is_replacing, is_extended
 ):
     new_site(stored=range(4)).run("backup", backup)
@@ -313,7 +313,7 @@ def test_killed_restore_lets_no_server_start_and_continues(
             with pytest.raises(RuntimeError), site.serving():
                 pass
             assert "a restore in" in site.run("gc", status=1)
-        if is_unfinished or at < steps // 2:  # otherwise it was killed after its end
+        if is_unfinished or at < steps // 2:  # otherwise the kill came after the restore's end
             site.run("restore", backup, *more)
         assert site.stored() == {0, 1, 2, 3}
         left = {path.name for path in site.directory.iterdir()}
@@ -321,7 +321,7 @@ def test_killed_restore_lets_no_server_start_and_continues(
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_a_session_that_postgresql_is_ending_is_no_server(postgres, monkeypatch, ends):
+def test_session_that_postgresql_is_closing_does_not_count_as_a_server(postgres, monkeypatch, ends):
     url = postgres.new_database()
     monkeypatch.setattr(snapshot, "_CLOSING_SECONDS", 60.0 if ends else 0.1)
     asked = []
@@ -347,7 +347,7 @@ def test_a_session_that_postgresql_is_ending_is_no_server(postgres, monkeypatch,
     assert asked or not ends  # a slow first query may use up the 0.1 s
 
 
-def test_what_cannot_be_backed_up_or_restored_is_refused(new_site, tmp_path, backup, stored_in):
+def test_unusable_source_or_target_of_a_backup_is_refused(new_site, tmp_path, backup, stored_in):
     empty = new_site()
     assert "at revision none" in empty.run("backup", backup, status=1)
     assert list(empty.directory.glob("*.sqlite3*")) == []
@@ -396,7 +396,7 @@ def test_cache_that_lost_everything_does_not_replace_its_backup(new_site, backup
     assert stored_in() == {0, 1, 2}
 
 
-def test_backup_of_a_damaged_store_names_what_it_lacks(new_site, backup, stored_in):
+def test_backup_of_a_damaged_store_reports_the_artifacts_left_out(new_site, backup, stored_in):
     site = new_site(stored=range(3))
     files = blobs_in(site.directory)
     files[sha256_of(0)].write_bytes(b"?" * len(blob_of(0)))
@@ -405,7 +405,7 @@ def test_backup_of_a_damaged_store_names_what_it_lacks(new_site, backup, stored_
     assert stored_in() == {2}
 
 
-def test_damaged_backup_replaces_nothing_unless_partial_and_is_repaired(
+def test_damaged_backup_is_restored_only_in_part_on_request_and_repaired(
     new_site, backup, stored_in
 ):
     site = new_site(stored=range(3))
@@ -425,13 +425,13 @@ def test_damaged_backup_replaces_nothing_unless_partial_and_is_repaired(
 
     assert '"copied": 1' in site.run("backup", backup, "--deep", "--json")
     assert stored_in() == {0, 1, 2}
-    file.write_bytes(b"?")  # its size is enough to find that
+    file.write_bytes(b"?")  # its size alone reveals the damage
     assert '"copied": 1' in site.run("backup", backup, "--json")
     assert file.read_bytes() == blob_of(1)
 
     shutil.rmtree(backup / "blobs")
     said = other.run("restore", backup, "--replace", status=1)
-    assert "1 of 3 blobs are missing or damaged" in said  # the target itself has the others
+    assert "1 of 3 blobs are missing or damaged" in said  # the target has the other blobs
     assert other.stored() == {0, 2}
     assert "1 artifact left out" in other.run(*partial, status=1)
     assert other.stored() == {0, 2}
@@ -494,10 +494,8 @@ def test_backup_of_an_earlier_revision_is_upgraded_and_of_a_later_one_refused(
 
 
 @pytest.mark.parametrize("database", most_extended(["sqlite", "postgresql"], quick=["sqlite"]))
-def test_artifacts_withheld_and_tokens_revoked_since_the_backup_stay_so(
-    new_site, tmp_path, backup, database
-):
-    """Even if the clock of the host that took the backup was a day ahead."""
+def test_restore_preserves_later_withdrawals_and_revocations(new_site, tmp_path, backup, database):
+    """This holds even if the clock of the backup's host was a day ahead."""
     site, host = new_site(database, stored=range(4)), HostClock(tmp_path)
     grant = ("token", "create", "--grant", "read:team", "--description", "ci", "--json")
     tokens = [json.loads(site.run(*grant))["info"]["id"] for _ in range(2)]
@@ -506,7 +504,7 @@ def test_artifacts_withheld_and_tokens_revoked_since_the_backup_stay_so(
     done = python(program, "backup", backup, "--json", **site.variables, **host.environment)
     taken_at = datetime.fromisoformat(json.loads(done.stdout)["taken_at"])
     is_ahead = taken_at > datetime.now(UTC) + timedelta(hours=12)
-    assert is_ahead is (database == "sqlite")  # PostgreSQL has a clock of its own
+    assert is_ahead is (database == "sqlite")  # PostgreSQL has its own clock
     with site.serving() as api:
         for number in (0, 1):
             api.withhold(blob_of(number), number)
@@ -517,7 +515,7 @@ def test_artifacts_withheld_and_tokens_revoked_since_the_backup_stay_so(
     site.run("restore", backup, "--replace")
     assert site.stored() == {1, 2, 3}
     steps = site.run_killed("restore", backup, "--replace")
-    before_end = steps - 4  # the rows are replaced, and the restore is about to say so
+    before_end = steps - 4  # the restore has replaced the rows, but not recorded it
     assert site.run_killed("restore", backup, "--replace", at=before_end) is None
     assert "may have replaced rows" in site.run("restore", "--abandon", status=1)
     site.run("restore", backup, "--replace")
@@ -529,7 +527,7 @@ def test_artifacts_withheld_and_tokens_revoked_since_the_backup_stay_so(
 
 
 @pytest.mark.parametrize("database", most_extended(["sqlite", "postgresql"], quick=["sqlite"]))
-def test_token_that_was_revoked_and_deleted_since_the_backup_stays_revoked(
+def test_token_revoked_and_deleted_since_the_backup_stays_revoked(
     new_site, tmp_path, backup, database
 ):
     site = new_site(database, stored=range(1))
@@ -540,7 +538,7 @@ def test_token_that_was_revoked_and_deleted_since_the_backup_stays_revoked(
     for chore in ("DELETE FROM audit WHERE at < '2000-01-01'", "DELETE FROM audit"):
         site.execute("DELETE FROM tokens WHERE revoked_at IS NOT NULL")
         site.execute(chore)
-        site.run(*grant)  # on SQLite, the numbers of an empty log begin again
+        site.run(*grant)  # on SQLite, the numbers of an empty log restart
         site.run("restore", backup, "--replace")
         assert site.unrevoked_tokens() == {tokens[1]}
 
@@ -593,7 +591,7 @@ def test_no_server_starts_while_a_restore_reads_the_replaced_database(
     assert site.stored() == {0, 1}
 
 
-def test_log_of_the_replaced_database_does_not_reach_the_restored_one(new_site, backup):
+def test_log_of_the_replaced_database_is_not_applied_to_the_restored_one(new_site, backup):
     """A killed server leaves its log, and an operator removes only the database."""
     site = new_site(stored=range(2))
     site.run("backup", backup)
@@ -619,7 +617,7 @@ def test_restore_writes_nothing_into_the_backup(new_site, backup, stored_in):
     assert {path: path.stat().st_mtime_ns for path in [backup, *backup.rglob("*")]} == before
 
 
-def test_unreadable_record_of_a_restore_is_of_another_one(new_site, backup):
+def test_unreadable_record_of_a_restore_counts_as_another_restore(new_site, backup):
     site = new_site(stored=range(2))
     site.run("backup", backup)
     (site.directory / "restore.json").write_text("")

@@ -1,4 +1,4 @@
-"""Uploads that share a transaction or an fsync: each has its own result, and none is lost."""
+"""Uploads that share a transaction or an fsync each have their own result, and none is lost."""
 
 import asyncio
 import itertools
@@ -62,7 +62,7 @@ main()
 
 @pytest.fixture
 def served(request, tmp_path, database_url):
-    """The services on a store whose blobs are there at once, and on one that has to be asked."""
+    """The services on a disk store, or on a memory store."""
 
     @asynccontextmanager
     async def opened():
@@ -76,13 +76,13 @@ def served(request, tmp_path, database_url):
 
 
 async def commit_together(server, *uploads):
-    """What becomes of uploads whose blobs are there, if they wait at the same moment."""
+    """Commit uploads with stored blobs at the same moment. Return their results."""
     committer = server.context.uploads.committer
     return await asyncio.gather(*map(committer.commit, uploads), return_exceptions=True)
 
 
 async def stored(server, number, blob, **terms):
-    """An upload of which only the commit is missing."""
+    """Store a blob and return its upload, which still needs its commit."""
     upload = upload_of(key_of(number), blob, policy=ONCE, **terms)
     await server.context.uploads.blobs.put(upload.digest, as_chunks(blob))
     return upload
@@ -95,7 +95,7 @@ ON_EACH = pytest.mark.parametrize(
 
 @pytest.mark.sql
 @ON_EACH
-async def test_uploads_that_wait_together_share_a_transaction_and_have_their_own_results(served):
+async def test_uploads_that_wait_together_share_a_transaction_but_not_results(served):
     async with served() as server:
         await server.put(b"the first", 0, policy=ONCE)
         other = await stored(server, 0, b"another")
@@ -119,8 +119,8 @@ async def test_uploads_that_wait_together_share_a_transaction_and_have_their_own
 
 @pytest.mark.sql
 @ON_EACH
-async def test_an_upload_that_the_database_cannot_take_fails_alone(served):
-    """No client can send one; what a bug lets through must not hurt others."""
+async def test_upload_that_the_database_refuses_fails_alone(served):
+    """No client can send such an upload. If a bug admits one, other uploads must still succeed."""
     async with served() as server:
         odd = await stored(server, 0, b"odd", toolchain=None)
         good = [await stored(server, number, b"%d" % number) for number in range(1, 4)]
@@ -134,7 +134,7 @@ async def test_an_upload_that_the_database_cannot_take_fails_alone(served):
 
 
 @pytest.mark.parametrize(("served", "database_url"), [("disk", "sqlite")], indirect=True)
-async def test_a_database_that_does_not_answer_fails_a_batch_once(served, monkeypatch):
+async def test_batch_is_tried_once_if_the_database_does_not_answer(served, monkeypatch):
     async with served() as server:
         uploads = [await stored(server, number, b"%d" % number) for number in range(3)]
         tried = []
@@ -158,10 +158,10 @@ async def test_a_database_that_does_not_answer_fails_a_batch_once(served, monkey
     ],
     indirect=["database_url"],
 )
-async def test_a_kill_in_the_midst_of_a_batch_loses_nothing_acknowledged(
+async def test_kill_during_a_batch_loses_no_acknowledged_upload(
     database_url, tmp_path, process_environment, connect, writers, moment
 ):
-    """Its uploads are in a transaction that is not committed, or in one that nobody knows of."""
+    """The transaction of the batch is not committed yet, or committed but not acknowledged."""
     environment = process_environment | {"GRAPHSTASH_DATABASE_URL": database_url}
     killing = {"before_commit": "pass", "after_commit": "pass"} | {moment: "kill_in(uploads)"}
     command = (sys.executable, "-c", KILLED.format(**killing))
@@ -214,7 +214,7 @@ def test_threads_that_arrive_during_an_fsync_share_the_next_and_its_failure(
         assert isinstance(each.exception(), OSError if fails else type(None))
     assert began == [tmp_path, tmp_path / "elsewhere", tmp_path]
     fails = False
-    syncs.sync(tmp_path)  # which no failure before it fails
+    syncs.sync(tmp_path)  # no earlier failure makes this call fail
     assert len(began) == 4
 
 
@@ -245,7 +245,7 @@ async def test_upload_ends_after_fsync_that_began_after_its_rename(monkeypatch, 
 
 
 async def test_first_upload_into_existing_directory_syncs_directory_entry(monkeypatch, tmp_path):
-    """Who made it may have died before it was durable."""
+    """The process that created the directory may have died before the directory was durable."""
     synced = []
     sync = storage_upload.sync_directory
 
@@ -273,8 +273,8 @@ async def test_first_upload_into_existing_directory_syncs_directory_entry(monkey
 
 
 @pytest.mark.sql
-async def test_a_repair_takes_no_statement_for_each_artifact(opened):
-    """Lost artifacts of two namespaces, damaged ones, and blobs without an artifact."""
+async def test_number_of_statements_of_a_repair_does_not_depend_on_artifacts(opened):
+    """Covers lost artifacts of two namespaces, damaged ones, and blobs without an artifact."""
     taken = {}
     async with opened() as server:
         blobs, reconciler = opened.blobs, server.context.reconciler
@@ -310,7 +310,7 @@ async def test_a_repair_takes_no_statement_for_each_artifact(opened):
 
 
 @pytest.mark.sql
-async def test_clearing_a_namespace_takes_no_statement_for_each_artifact(opened):
+async def test_number_of_statements_to_clear_a_namespace_is_constant(opened):
     taken = {}
     async with opened() as server:
         for count in (2, 12):

@@ -1,4 +1,4 @@
-"""All blob stores keep one contract; what else the disk store promises."""
+"""All blob stores satisfy one contract, and the disk store has further guarantees."""
 
 import asyncio
 import contextlib
@@ -73,7 +73,7 @@ def opened_s3(data_dir, s3):
 
 
 def emptied(store):
-    """A prefix of its own is as good as a store of its own, and takes no new client."""
+    """Give a store an unused prefix. The store is then empty, and needs no new client."""
     store._prefix = f"test-{next(NUMBERS)}/blobs/sha256/"
     return store
 
@@ -160,7 +160,7 @@ async def test_upload_is_refused_once_other_writers_have_filled_the_disk(
     assert [path for path in (tmp_path / "blobs").rglob("*") if path.is_file()] == []
 
 
-async def test_store_keeps_live_uploads_and_files_of_others_and_removes_crash_leftovers(tmp_path):
+async def test_store_removes_crash_leftovers_but_no_live_upload_or_other_file(tmp_path):
     temporary, shard = tmp_path / "tmp", tmp_path / "sha256" / "00"
     for directory in (temporary, shard):
         directory.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""A wrong clock destroys nothing: clocks of real servers that jump, and what the servers keep."""
+"""A wrong clock deletes nothing. The tests set the clocks of real servers."""
 
 import re
 import sqlite3
@@ -31,29 +31,27 @@ WRONG = {
     "200 days ahead": 200 * DAY,
     "in 2106": datetime(2106, 2, 7, 6, 28, 16, tzinfo=UTC) - START,  # more than 32 bits
 }
-"""How far a wrong clock is ahead."""
+"""Time by which a wrong clock is ahead."""
 
 ON_SQLITE = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-"""For long tests in which the kind of database makes no difference."""
+"""For long tests whose outcome does not depend on the database."""
 
 HOUR_SECONDS = 3600
 DAY_SECONDS = 24 * HOUR_SECONDS
 _CHORES = {"GRAPHSTASH_MAINTENANCE_SECONDS": "0.1", "GRAPHSTASH_RETAIN_DAYS": "30"}
 
 
-def test_clock_that_is_ahead_for_a_moment_deletes_nothing_and_set_back_ends_leases(
-    start, connect, tmp_path
-):
+def test_clock_ahead_for_a_moment_deletes_nothing_and_leases_still_end(start, connect, tmp_path):
     host_clock = HostClock(tmp_path)
     server = start(environment=_CHORES | host_clock.environment)
     api = connect(server.url)
 
     def says(word):
-        """A busy disk may make a server that is ready say otherwise."""
+        """Return a condition to wait for, because a busy disk may delay the report."""
         return lambda: word in api.http.get("/readyz").json().get("clock", "")
 
     def has_compared():
-        """Whether the server has claimed the last chore of a round."""
+        """Return whether the server has claimed the last chore of a round."""
         with sqlite3.connect(server.data_dir / "graphstash.sqlite3", timeout=60) as database:
             chores = database.execute("SELECT name FROM chores").fetchall()
             return ("compare rows and blobs",) in chores
@@ -79,7 +77,7 @@ def test_clock_that_is_ahead_for_a_moment_deletes_nothing_and_set_back_ends_leas
     [("sqlite", -1), ("sqlite", 200), ("postgresql", 200)],
     indirect=["database_url"],
 )
-async def test_lease_lasts_for_its_duration_and_is_renewed_when_the_clock_is_set(opened, days):
+async def test_lease_keeps_its_duration_and_renewal_when_the_clock_is_set(opened, days):
     async with opened() as one, opened() as other:
         opened.clock.jump(max(days, 0) * DAY_SECONDS)
         granted = await one.acquire()
@@ -100,7 +98,7 @@ def on_postgresql(postgres):
     return postgres.new_database()
 
 
-async def test_a_server_follows_a_change_of_the_databases_clock(on_postgresql):
+async def test_server_follows_a_change_of_the_databases_clock(on_postgresql):
     """A day passes for the server only, as if the database's clock was set back."""
     database, passed = Database(on_postgresql), FakeClock()
     clock = await DatabaseClock.open(database, steady=passed.steady)
@@ -111,7 +109,7 @@ async def test_a_server_follows_a_change_of_the_databases_clock(on_postgresql):
     assert before - clock() > DAY / 2
 
 
-def test_servers_of_one_database_agree_about_leases_although_a_clock_is_wrong(
+def test_servers_of_one_database_agree_on_leases_despite_a_wrong_clock(
     start, connect, tmp_path, postgres, migrated_name
 ):
     url = postgres.new_database(template=migrated_name)
@@ -129,10 +127,8 @@ def test_servers_of_one_database_agree_about_leases_although_a_clock_is_wrong(
 
 @ON_SQLITE
 @pytest.mark.parametrize("ahead", WRONG.values(), ids=WRONG)
-async def test_clock_that_is_wrong_for_a_while_loses_nothing_and_stops_nothing_afterwards(
-    opened, ahead
-):
-    """It jumps while a lease is held and before every chore, and servers start meanwhile."""
+async def test_temporarily_wrong_clock_loses_nothing_and_blocks_nothing_later(opened, ahead):
+    """The clock jumps during a lease and before each chore. Servers start while it is wrong."""
     async with opened(retain_days=5) as server:
         for number in (1, 2):
             await server.put(b"blob %d" % number, number)
@@ -142,7 +138,7 @@ async def test_clock_that_is_wrong_for_a_while_loses_nothing_and_stops_nothing_a
         for _ in range(2):
             assert (await server.acquire()).state is LeaseState.GRANTED
             opened.clock.jump(ahead.total_seconds())
-            # A lease is advice: a clock that is ahead ends it.
+            # A lease is advice, so a clock that is ahead ends it.
             is_over = ahead > timedelta(0)
             assert (await server.acquire()).state is (
                 LeaseState.GRANTED if is_over else LeaseState.HELD
@@ -156,7 +152,7 @@ async def test_clock_that_is_wrong_for_a_while_loses_nothing_and_stops_nothing_a
             opened.clock.jump(-ahead.total_seconds())
             await server.acquire()
             for _ in range(2):
-                opened.clock.turn(31)  # no lease lasts longer, whenever it was granted
+                opened.clock.turn(31)  # no lease lasts longer, regardless of when it was granted
                 assert (await server.acquire()).state is LeaseState.GRANTED
             opened.clock.turn(31)
             await server.context.maintenance.run_once()
@@ -169,14 +165,14 @@ async def test_clock_that_is_wrong_for_a_while_loses_nothing_and_stops_nothing_a
         assert [await server.get(number) for number in (1, 2)] == [None, None]
 
 
-async def test_age_shorter_than_the_tolerance_is_not_reached_by_a_wrong_clock(opened):
+async def test_tolerated_clock_error_does_not_age_artifacts(opened):
     minute = 60
     async with opened(retain_days=40 / (24 * 60)) as server:
         await server.put(b"blob")
         await server.context.maintenance.run_once()
         opened.clock.turn(15 * minute)
         await server.context.maintenance.run_once()
-        opened.clock.jump(50 * minute)  # so that retention, an hourly chore, is due again
+        opened.clock.jump(50 * minute)  # makes retention due, which is an hourly chore
         opened.clock.turn(8)
         await server.context.maintenance.run_once()
         assert not server.context.plausible_clock.is_suspended
@@ -189,7 +185,7 @@ async def test_age_shorter_than_the_tolerance_is_not_reached_by_a_wrong_clock(op
         assert await server.get() is None
 
 
-async def test_a_claim_of_a_server_that_died_ends_although_the_clock_was_set_back(opened):
+async def test_claim_of_a_dead_server_ends_although_the_clock_was_set_back(opened):
     async with opened() as server:
         digest = Digest.of(b"blob")
         async with server.context.database.writing() as connection:
@@ -200,7 +196,7 @@ async def test_a_claim_of_a_server_that_died_ends_although_the_clock_was_set_bac
         assert await server.get() == b"blob"
 
 
-async def test_a_session_that_began_while_the_clock_was_ahead_does_not_outlive_it(opened):
+async def test_session_begun_while_the_clock_was_ahead_ends_with_its_correction(opened):
     async with opened(insecure=False) as server:
         token = (await new_token(server.context.tokens)).token
         opened.clock.jump(200 * DAY_SECONDS)
@@ -211,7 +207,7 @@ async def test_a_session_that_began_while_the_clock_was_ahead_does_not_outlive_i
 
 
 async def rounds(clock, *servers, days):
-    """Lets days pass, with two rounds of maintenance of each server a day."""
+    """Let days pass, with two rounds of maintenance on each server per day."""
     for _ in range(days * 2):
         clock.turn(DAY_SECONDS / 2)
         for server in servers:
@@ -219,7 +215,7 @@ async def rounds(clock, *servers, days):
 
 
 @pytest.mark.sql
-async def test_servers_that_were_off_delete_by_age_after_a_tenth_of_that_time(opened):
+async def test_servers_that_were_off_delete_by_age_after_a_tenth_of_their_downtime(opened):
     async with opened(retain_days=30) as server:
         await server.put(b"blob")
         await rounds(opened.clock, server, days=1)
@@ -236,9 +232,7 @@ async def test_servers_that_were_off_delete_by_age_after_a_tenth_of_that_time(op
 
 
 @ON_SQLITE
-async def test_deletions_are_refused_while_the_clock_is_doubtful_until_an_operator_accepts_it(
-    opened,
-):
+async def test_deletions_are_refused_until_an_operator_accepts_a_doubtful_clock(opened):
     async with opened(retain_days=30) as server:
         clock = server.context.plausible_clock
         await server.put(b"blob")
@@ -270,7 +264,7 @@ async def wait_for_belief(clock, server):
     [("postgresql", accept), ("sqlite", wait_for_belief)],
     indirect=["database_url"],
 )
-async def test_uses_while_deletion_was_suspended_count_as_uses_at_its_end(opened, end):
+async def test_uses_during_a_suspension_of_deletion_count_as_uses_at_its_end(opened, end):
     async with opened(retain_days=5) as server:
         for number in range(2):
             await server.put(b"blob %d" % number, number)
@@ -282,7 +276,7 @@ async def test_uses_while_deletion_was_suspended_count_as_uses_at_its_end(opened
         await one.put(b"blob 2", 2)
         await other.context.plausible_clock.observe()
         await end(opened.clock, one)
-        await other.put(b"blob 3", 3)  # this server has not seen the end yet
+        await other.put(b"blob 3", 3)  # this server has not observed the end yet
         await one.context.maintenance.run_once()
         kept = [await one.get(number) for number in range(4)]
         assert kept == [b"blob 0", None, b"blob 2", b"blob 3"]
@@ -290,7 +284,7 @@ async def test_uses_while_deletion_was_suspended_count_as_uses_at_its_end(opened
         assert [await one.get(number) for number in range(4)] == [None] * 4
 
 
-async def test_a_first_start_with_a_late_clock_deletes_nothing_that_was_stored_since(opened):
+async def test_correction_of_a_clock_late_at_the_first_start_deletes_nothing(opened):
     opened.clock.jump(-200 * DAY_SECONDS)
     async with opened(retain_days=30) as server:
         await server.context.maintenance.run_once()
@@ -335,7 +329,7 @@ async def test_records_of_a_late_clock_outlive_its_correction(opened):
         assert await count_records(server) == before
 
 
-async def test_a_use_before_the_end_of_a_suspension_is_worth_as_much_as_one_after_it(opened):
+async def test_uses_before_and_after_the_end_of_a_suspension_count_equally(opened):
     async with opened() as server:
         await server.put(b"blob 0", 0, seconds=100)
         await server.put(b"blob 1", 1, seconds=1)
@@ -351,7 +345,7 @@ async def test_a_use_before_the_end_of_a_suspension_is_worth_as_much_as_one_afte
 
 
 @ON_SQLITE
-async def test_a_server_that_runs_for_an_hour_a_day_deletes_by_age(opened):
+async def test_server_that_runs_an_hour_a_day_deletes_by_age(opened):
     async with opened(retain_days=10) as server:
         await server.put(b"blob")
         await rounds(opened.clock, server, days=1)
@@ -369,7 +363,7 @@ async def test_a_server_that_runs_for_an_hour_a_day_deletes_by_age(opened):
 
 
 @ON_SQLITE
-async def test_a_clock_that_jumps_at_every_start_is_not_believed(opened):
+async def test_clock_that_jumps_at_every_start_is_not_accepted(opened):
     async with opened(retain_days=30) as server:
         await server.put(b"blob")
         await rounds(opened.clock, server, days=1)
@@ -387,7 +381,7 @@ async def test_a_clock_that_jumps_at_every_start_is_not_believed(opened):
 
 @ON_SQLITE
 @pytest.mark.parametrize(("up_seconds", "believed_days"), [(600, 0.5), (7200, 3)])
-async def test_a_start_believes_time_off_by_earlier_uptime_and_three_days_at_most(
+async def test_downtime_accepted_at_a_start_is_limited_by_uptime_and_three_days(
     opened, up_seconds, believed_days
 ):
     async def hours_to_wait(server):
@@ -409,7 +403,7 @@ async def test_a_start_believes_time_off_by_earlier_uptime_and_three_days_at_mos
     assert waits_longer == pytest.approx((10 - believed_days) * 24 / 10, abs=0.15)
 
 
-async def test_a_chore_that_a_wrong_clock_planned_for_a_later_year_is_due(opened):
+async def test_chore_that_a_wrong_clock_planned_too_late_runs_when_due(opened):
     async with opened(retain_days=30) as server:
         opened.clock.jump(200 * DAY_SECONDS)
         await server.context.maintenance.run_once()
@@ -421,7 +415,7 @@ async def test_a_chore_that_a_wrong_clock_planned_for_a_later_year_is_due(opened
         assert await server.get() is None
 
 
-async def test_the_first_round_after_an_upgrade_compares_the_clock_with_planned_chores(opened):
+async def test_first_round_after_an_upgrade_compares_clock_with_planned_chores(opened):
     async with opened(retain_days=30) as server:
         await server.put(b"blob")
         await server.context.maintenance.run_once()
@@ -433,7 +427,7 @@ async def test_the_first_round_after_an_upgrade_compares_the_clock_with_planned_
         assert await server.get() == b"blob"
 
 
-async def test_a_pin_survives_a_clock_that_is_ahead(opened):
+async def test_pin_survives_a_clock_that_is_ahead(opened):
     async with opened() as server:
         await server.put(b"pinned", 0)
         ends_at = opened.clock() + 30 * DAY
@@ -445,7 +439,7 @@ async def test_a_pin_survives_a_clock_that_is_ahead(opened):
         assert await server.get(0) == b"pinned"
 
 
-async def test_a_use_while_the_clock_was_ahead_protects_an_artifact_no_longer_than_others(opened):
+async def test_use_while_the_clock_was_ahead_protects_no_longer_than_other_uses(opened):
     async with opened() as server:
         for number in range(2):
             await server.put(b"blob %d" % number, number)
@@ -460,7 +454,7 @@ async def test_a_use_while_the_clock_was_ahead_protects_an_artifact_no_longer_th
 
 
 @pytest.mark.sql
-async def test_what_was_written_while_the_clock_was_behind_ages_from_the_recorded_time(opened):
+async def test_rows_written_while_the_clock_was_behind_age_from_recorded_time(opened):
     async with opened(retain_days=30) as server:
         maintenance, audit = server.context.maintenance, server.context.audit
         await server.put(b"first", 1)

@@ -1,4 +1,4 @@
-"""`graphstash gc`, `fsck`, `pin` and `migrate`, beside a server that runs."""
+"""`graphstash gc`, `fsck`, `pin` and `migrate`, beside a running server."""
 
 import asyncio
 import json
@@ -27,15 +27,15 @@ from support.waiting import until
 
 BLOB = b"x" * 10_000
 ON_SQLITE = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-"""For what a command says; the tests of the services have what it does, on each database."""
+"""For the output of a command. The tests of the services cover its effect on each database."""
 
 
 @pytest.fixture
 def serving(tmp_path, database_url, monkeypatch):
-    """A server, and the environment in which the commands find what it uses."""
+    """A server, and an environment in which commands find its data."""
     monkeypatch.setenv("GRAPHSTASH_DATA_DIR", str(tmp_path / "data"))
     monkeypatch.setenv("GRAPHSTASH_DATABASE_URL", database_url)
-    # A server that has just started looks for the damage that a test does, too.
+    # Otherwise the server repairs the damage of a test during its start.
     monkeypatch.setattr(Reconciler, "reconcile", AsyncMock())
     with LiveServer(
         tmp_path / "data",
@@ -64,7 +64,7 @@ def lines(output):
 
 @ON_SQLITE
 @pytest.mark.parametrize("words", [("audit", "--json"), ("token", "list")])
-def test_listing_ends_as_other_tools_when_nothing_reads_it(api, words):
+def test_listing_whose_reader_is_closed_dies_of_sigpipe_without_output(api, words):
     put(api, 1)
     assert graphstash_unread(*words) == (-signal.SIGPIPE, "")
 
@@ -104,7 +104,7 @@ def test_gc_evicts_what_its_dry_run_prints(api, monkeypatch, files_in):
 
 
 @ON_SQLITE
-def test_gc_counts_an_artifact_once_although_several_options_choose_it(api, monkeypatch):
+def test_gc_counts_an_artifact_once_if_several_options_select_it(api, monkeypatch):
     for number in range(5):
         metadata = ArtifactMetadata(compile_seconds=1 + number, raw_size_bytes=1, toolchain="old")
         api.put(BLOB, number, Graphstash_Metadata=metadata.to_header())
@@ -119,12 +119,12 @@ def test_gc_counts_an_artifact_once_although_several_options_choose_it(api, monk
 
 
 @pytest.mark.sql
-def test_artifacts_of_a_toolchain_or_unused_for_long_can_be_evicted(api, database_url):
+def test_gc_evicts_artifacts_of_a_toolchain_or_unused_for_long(api, database_url):
     for number, toolchain in enumerate(["torch 2.6.0", "torch 2.7.0", "torch 2.7.0"]):
         metadata = ArtifactMetadata(compile_seconds=1, raw_size_bytes=1, toolchain=toolchain)
         api.put(BLOB, number, Graphstash_Metadata=metadata.to_header())
     assert "1 artifact evicted" in run(gc, "--toolchain", "torch 2.6*")
-    # The server may have its row in memory for two more seconds.
+    # the server may serve the row from memory for two seconds
     until(lambda: api.head(0).status_code == 404)
 
     execute(
@@ -187,7 +187,7 @@ def test_fsck_repairs_every_kind_of_damage_and_gc_deletes_old_orphans(
 
 
 @ON_SQLITE
-def test_a_job_is_pinned_and_unpinned(api, monkeypatch):
+def test_pinned_job_is_not_evicted_until_it_is_unpinned(api, monkeypatch):
     put(api, 3)
     api.http.put("/v1/team/manifests/gpt", json={"keys": [api.key(0)]}).raise_for_status()
     monkeypatch.setenv("GRAPHSTASH_SOFT_LIMIT_BYTES", "10000")
@@ -216,7 +216,7 @@ def test_a_job_is_pinned_and_unpinned(api, monkeypatch):
 
 
 @ON_SQLITE
-def test_a_pin_lasts_as_long_as_asked_although_the_clock_is_behind(api, database_url):
+def test_pin_lasts_as_long_as_requested_although_the_clock_is_behind(api, database_url):
     """Servers age artifacts by the recorded time, which never goes back."""
     recorded = datetime.now(UTC) + timedelta(days=10)
 
@@ -236,7 +236,7 @@ def test_a_pin_lasts_as_long_as_asked_although_the_clock_is_behind(api, database
 
 
 @pytest.mark.parametrize("database", ["sqlite", "postgresql"])
-def test_the_commands_need_a_migrated_database(tmp_path, monkeypatch, database, request):
+def test_commands_require_a_migrated_database(tmp_path, monkeypatch, database, request):
     url = f"sqlite:///{tmp_path / 'graphstash.sqlite3'}"
     if database == "postgresql":
         url = request.getfixturevalue("postgres").new_database()
@@ -252,11 +252,11 @@ def test_the_commands_need_a_migrated_database(tmp_path, monkeypatch, database, 
     assert json.loads(run(migrate, "--json")) == known
     assert "nothing to do" in run(migrate, "--check")
     assert "0 artifacts evicted" in run(gc)
-    execute(url, "UPDATE alembic_version SET version_num = '9999'")  # as a later release does
+    execute(url, "UPDATE alembic_version SET version_num = '9999'")  # like a later release
     assert "is at revision 9999: nothing to do" in run(migrate, "--check")
 
 
-def test_a_bad_setting_is_named_without_a_password(monkeypatch):
+def test_error_of_a_bad_setting_names_it_without_the_password(monkeypatch):
     for variables, named in (
         ({"SOFT_LIMIT_BYTES": "much"}, "GRAPHSTASH_SOFT_LIMIT_BYTES=much is not valid"),
         (

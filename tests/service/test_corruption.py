@@ -1,4 +1,4 @@
-"""A damaged database is named, serves nothing wrong, and destroys nothing."""
+"""The server reports a damaged database, returns no wrong bytes from it, and deletes nothing."""
 
 import json
 import re
@@ -29,14 +29,14 @@ def blob_of(number):
 
 
 def checkpoint(path):
-    """Moves the log into the file, as SQLite does from time to time."""
+    """Move the log into the file, as SQLite does from time to time."""
     with closing(sqlite3.connect(path, timeout=60)) as connection:
         connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
 
 def cross_index(path):
-    """Lets the primary key's index lead artifacts 1 and 2 to each other's row, as in a copy that
-    has the table of one moment and the index of another one.
+    """Make the primary key's index lead artifacts 1 and 2 to each other's row. A copy with table
+    and index of different moments has this damage.
     """
     with closing(sqlite3.connect(path)) as connection:
         assert connection.execute("SELECT max(rowid) FROM artifacts").fetchone() == (3,)
@@ -56,13 +56,13 @@ def cross_index(path):
 
 
 def page_of(connection, name):
-    """Where the first page of a table or index begins."""
+    """Return the offset of the first page of a table or index."""
     found = connection.execute("SELECT rootpage FROM sqlite_schema WHERE name = ?", [name])
     return (found.fetchone()[0] - 1) * _PAGE_BYTES
 
 
 def cut(path):
-    """Overwrites the table of the artifacts."""
+    """Overwrite the table of the artifacts."""
     with closing(sqlite3.connect(path)) as connection:
         start = page_of(connection, "artifacts")
     with path.open("r+b") as file:
@@ -76,7 +76,7 @@ def blobs_in(data_dir):
 
 @pytest.fixture
 def stored(tmp_path, connect):
-    """The data directory of a server that has stopped, with three artifacts."""
+    """The data directory of a stopped server with three artifacts."""
     with LiveServer(tmp_path / "data", log_level="error") as server:
         api = connect(server.url)
         for number in range(3):
@@ -85,9 +85,7 @@ def stored(tmp_path, connect):
     return tmp_path / "data"
 
 
-def test_no_answer_has_another_artifacts_bytes_when_an_index_leads_to_another_row(
-    stored, connect, monkeypatch
-):
+def test_index_that_leads_to_another_row_is_a_miss(stored, connect, monkeypatch):
     async def skip(_):
         return None
 
@@ -97,7 +95,7 @@ def test_no_answer_has_another_artifacts_bytes_when_an_index_leads_to_another_ro
         api = connect(server.url)
         assert api.get(0).content == blob_of(0)
         for number in (1, 2):
-            for answer in (api.get(number), api.get(number)):  # from memory, and not
+            for answer in (api.get(number), api.get(number)):  # with and without memory
                 assert answer.status_code == 404
             assert api.head(number).status_code == 404
         assert api.call("lookup", {"keys": [api.key(1), api.key(2)]}).json()["found"] == []
@@ -108,7 +106,7 @@ def overwrite(path):
 
 
 @pytest.mark.parametrize("damage", [cross_index, cut, overwrite])
-def test_a_server_refuses_to_start_on_a_corrupt_database(stored, damage, monkeypatch, caplog):
+def test_server_refuses_to_start_on_a_corrupt_database(stored, damage, monkeypatch, caplog):
     monkeypatch.setenv("GRAPHSTASH_DATA_DIR", str(stored))
     damage(stored / DATABASE)
     before = blobs_in(stored)
@@ -128,7 +126,7 @@ def test_a_server_refuses_to_start_on_a_corrupt_database(stored, damage, monkeyp
     assert blobs_in(stored) == before
 
 
-def test_metrics_name_a_corrupt_database_although_tokens_cannot_be_read(tmp_path):
+def test_metrics_report_a_corrupt_database_without_reading_tokens(tmp_path):
     with Guarded(tmp_path) as server:
         known, unknown = (server.token("read:*") for _ in range(2))
         assert server.http(known).get("/metrics").status_code == 200
@@ -145,7 +143,7 @@ def test_metrics_name_a_corrupt_database_although_tokens_cannot_be_read(tmp_path
             assert ("graphstash_requests_total" in answer.text) is (token == known)
 
 
-def test_a_database_that_becomes_corrupt_is_used_no_more(stored, connect, caplog):
+def test_server_stops_using_a_database_that_becomes_corrupt(stored, connect, caplog):
     before = blobs_in(stored)
     with LiveServer(
         stored, log_level="error", metrics="open", flush_seconds=0.02, maintenance_seconds=0.05
@@ -188,9 +186,7 @@ main()
 """
 
 
-def test_no_worker_writes_after_one_found_that_the_database_is_corrupt(
-    stored, start, connect, tmp_path
-):
+def test_no_worker_writes_after_one_detected_corruption(stored, start, connect, tmp_path):
     """As with a large database, whose check ends after the start."""
     cross_index(stored / DATABASE)
     gate = tmp_path / "gate"
@@ -214,8 +210,8 @@ def test_no_worker_writes_after_one_found_that_the_database_is_corrupt(
         *((each, False) for each in ("BUSY", "FULL", "IOERR_READ", "IOERR_CORRUPTFS", "INTERNAL")),
     ],
 )
-def test_only_sqlites_codes_for_damage_are_damage(name, is_damage):
-    """SQLite's extended codes have the code itself in their lowest byte."""
+def test_only_error_codes_of_sqlite_for_damage_count_as_corruption(name, is_damage):
+    """The lowest byte of SQLite's extended code is the code itself."""
     error = sqlite3.DatabaseError("what SQLite says")
     error.sqlite_errorcode = getattr(sqlite3, f"SQLITE_{name}")
     assert corruption_in(error) == ("what SQLite says" if is_damage else None)
@@ -228,7 +224,7 @@ def on_postgresql(postgres):
 
 
 @pytest.mark.anyio
-async def test_postgresqls_words_for_damage_are_named(on_postgresql):
+async def test_error_code_of_postgresql_for_damage_counts_as_corruption(on_postgresql):
     database = Database(on_postgresql)
     try:
         with pytest.raises(CorruptDatabaseError) as caught:

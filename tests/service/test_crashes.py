@@ -1,4 +1,4 @@
-"""A server that is killed in every phase: the acknowledged is there, whole; the rest is not."""
+"""A server that is killed in any phase keeps acknowledged uploads whole, and no others."""
 
 import os
 import sqlite3
@@ -59,13 +59,13 @@ def test_kill_under_load_keeps_acknowledged_artifacts_only(start, connect, store
     assert large.get(1).content == LARGE
     assert large.get(2).status_code == 404
     assert not [path for path in stored_files(server.data_dir) if path.parent.name == "tmp"]
-    # Blobs whose commit the kill prevented are deleted after the start.
+    # The server deletes blobs whose commit the kill prevented after its start.
     until(lambda: len(stored_files(server.data_dir)) == small.stats()["artifacts"] + 1)
     assert large.put(LARGE + b"x", 2).status_code == 201
 
 
 def is_compared(database):
-    """Whether a server has claimed the last chore of a round."""
+    """Return whether a server has claimed the last chore of a round."""
     claimed = database.execute("SELECT name FROM chores").fetchall()
     return ("compare rows and blobs",) in claimed
 
@@ -85,7 +85,7 @@ def test_orphan_of_kill_before_commit_is_removed_by_next_sole_server(
             with database:
                 database.execute("DELETE FROM chores")
             with LiveServer(data_dir) as second:
-                until(lambda: is_compared(database))  # its first round has come that far
+                until(lambda: is_compared(database))  # its first round reaches the chore
                 assert len(stored_files(data_dir)) == 2
                 assert connect(second.url).get().status_code == 404
 
@@ -97,7 +97,7 @@ def test_orphan_of_kill_before_commit_is_removed_by_next_sole_server(
 
 
 @pytest.mark.parametrize("others", [2, pytest.param(0, marks=pytest.mark.extended)])
-def test_a_start_with_another_database_deletes_no_blob(
+def test_start_with_another_database_deletes_no_blob(
     start, connect, stored_files, tmp_path, others
 ):
     url = f"sqlite+aiosqlite:///{tmp_path / 'other.sqlite3'}"
@@ -108,7 +108,7 @@ def test_a_start_with_another_database_deletes_no_blob(
                 assert connect(server.url).put(blob, number).status_code == 201
     before = set(stored_files(tmp_path / "data"))
     for path in before:
-        os.utime(path, (0, 0))  # no upload can need it
+        os.utime(path, (0, 0))  # too old for an upload in progress
 
     other = {"GRAPHSTASH_DATABASE_URL": url, "GRAPHSTASH_METRICS": "open"}
     server = start("--workers", "2", environment=other)
@@ -121,7 +121,7 @@ def test_a_start_with_another_database_deletes_no_blob(
     assert api.stats().get("artifacts", 0) == others
 
 
-def test_servers_that_start_at_once_share_a_data_directory_and_the_next_keeps_its_counters(
+def test_servers_started_at_once_share_a_data_directory_and_its_counters(
     connect, stored_files, tmp_path
 ):
     servers = [LiveServer(tmp_path) for _ in range(2)]
@@ -152,7 +152,7 @@ def test_servers_that_start_at_once_share_a_data_directory_and_the_next_keeps_it
 
 
 def test_memory_stays_flat_while_large_artifacts_stream(start, connect):
-    """96 MiB up and down again; the process must not hold them."""
+    """The server streams 96 MiB in each direction without holding them in memory."""
     blob = bytes(range(256)) * 4096 * 96
     server = start()
     api = connect(server.url)

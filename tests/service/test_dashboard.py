@@ -1,4 +1,4 @@
-"""The dashboard in a real browser: what it shows and loads, who can use it, and how."""
+"""The dashboard in a real browser: content, requests, accessibility and sessions."""
 
 import re
 from datetime import datetime
@@ -20,12 +20,12 @@ SIZES = {"desktop": (1280, 800), "phone": (360, 740)}
 
 @pytest.fixture(scope="module")
 def server(start_on_sqlite):
-    """A guarded server on which a team has worked, and a stranger has named things."""
+    """A guarded server with a team's work, and with hostile names from another caller."""
     return start_on_sqlite(_Worked, store_limit_bytes=256 * 1024)
 
 
 class _Worked(Guarded):
-    """Also has a reader's token."""
+    """Also create a reader's token."""
 
     def __enter__(self):
         super().__enter__()
@@ -54,7 +54,7 @@ def browser():
 
 
 class Tab:
-    """A page of a browser of its own, and what it complained of, and asked of whom."""
+    """A page in its own browser context. Records the console's messages and the requested URLs."""
 
     def __init__(self, browser, server, *, size="desktop", **options):
         self.server = server
@@ -98,7 +98,7 @@ def tab(browser, server):
 
 @pytest.fixture(scope="module")
 def paths(server):
-    """Every page, and the states in which it can be."""
+    """Path of every page, in each of its states."""
     return {
         "overview": "/",
         "overview of a namespace": f"/?namespace={NAMESPACE}&by=kind&step=hour",
@@ -125,15 +125,16 @@ SHOWN_OFTEN = {
     "desktop": ("overview", "run", "refusal"),
     "phone": ("artifact of a stranger", "search that finds", "tuning", "tokens"),
 }
-"""What `make test` looks at; `make test-all` looks at every page."""
+"""Pages that `make test` opens. `make test-all` opens every page."""
 
 
 @pytest.mark.parametrize(("size", "scheme"), [("desktop", "light"), ("phone", "dark")])
 def test_every_page_is_accessible_fits_and_loads_nothing_from_elsewhere(
     server, tab, paths, size, scheme, is_extended
 ):
-    """axe finds nothing; the browser has refused nothing (a Content-Security-Policy that is broken
-    is a complaint); nothing is wider than the screen; all requests go to this server."""
+    """axe finds no violation, the page is no wider than the screen, and all requests go to this
+    server. The console reports nothing, such as a violated Content-Security-Policy.
+    """
     visit = tab(size=size, color_scheme=scheme)
     visit.sign_in(server.admin)
     for name in paths if is_extended else SHOWN_OFTEN[size]:
@@ -202,7 +203,7 @@ def test_browser_keeps_session_from_scripts_and_other_sites(server, tab):
     visit = tab()
     visit.sign_in(server.reader)
     assert visit.page.evaluate("document.cookie") == ""
-    # A link of another site (another name of this host) brings no cookie; this site's own do.
+    # A link on another site (another name of this host) sends no cookie. Links on this site do.
     with Listener() as site:
         site.status = 200
         site.body = (
@@ -214,7 +215,7 @@ def test_browser_keeps_session_from_scripts_and_other_sites(server, tab):
     assert "Sign in" in visit.page.title()
     visit.page.click("text=open the page again")
     assert visit.page.inner_text("h1") == f"Job {JOB}"
-    # Its forms change no session.
+    # Forms on another site change no session.
     with Listener() as site:
         site.status = 200
         for action in ("sign-in", "sign-out"):
@@ -229,7 +230,7 @@ def test_browser_keeps_session_from_scripts_and_other_sites(server, tab):
             assert "Sign out" in visit.text
 
 
-def test_times_are_those_of_the_readers_zone_with_utc_on_hover(server, tab):
+def test_times_are_in_the_readers_zone_with_utc_on_hover(server, tab):
     visit = tab(timezone_id="Asia/Kolkata", locale="en-GB")
     visit.sign_in(server.admin)
     for path in ("/", f"/runs/{NAMESPACE}/run-1", "/audit"):
@@ -248,7 +249,7 @@ def test_times_are_those_of_the_readers_zone_with_utc_on_hover(server, tab):
         assert "those of Asia/Calcutta, with UTC on hover" in visit.page.inner_text("footer")
 
 
-def test_wide_table_scrolls_inside_its_card_and_shows_that_there_is_more(server, tab):
+def test_wide_table_scrolls_inside_its_card_with_a_shadow(server, tab):
     visit = tab(size="phone")
     visit.sign_in(server.admin)
     for path in (f"/runs/{NAMESPACE}/run-2", f"/jobs/{NAMESPACE}/{JOB}"):
@@ -260,18 +261,18 @@ def test_wide_table_scrolls_inside_its_card_and_shows_that_there_is_more(server,
         hidden, end = _colour(table, edge), None
         table.evaluate("it => it.scrollLeft = it.scrollWidth")
         end = _colour(table, edge)
-        assert hidden != end  # the shadow is gone at the end
+        assert hidden != end  # at the end, there is no shadow
 
 
 def _colour(element, part):
-    """The pixels of a part of an element, as a picture."""
+    """Return a screenshot of a part of an element."""
     box = element.bounding_box()
     clip = {**part, "x": box["x"] + part["x"], "y": box["y"] + part["y"]}
     element.scroll_into_view_if_needed()
     return element.page.screenshot(clip=clip, full_page=True)
 
 
-def test_artifact_is_deleted_by_a_button_that_is_confirmed(server, tab):
+def test_artifact_is_deleted_by_a_button_after_confirmation(server, tab):
     key = server.team.put(40, label="to be deleted")
     visit = tab()
     visit.sign_in(server.admin)

@@ -1,4 +1,4 @@
-"""The size budget: what goes, what stays, and that nothing is lost on the way."""
+"""The size budget: which artifacts are evicted, and that eviction loses no others."""
 
 import asyncio
 import math
@@ -38,7 +38,7 @@ DAY = 24 * HOUR
 
 
 class Store(ServiceClient):
-    """What a client does with one server that stores artifacts by their size."""
+    """A client of one server that stores artifacts of chosen sizes."""
 
     def __init__(self, context, opened):
         super().__init__(context)
@@ -54,7 +54,7 @@ class Store(ServiceClient):
         await self.put(self.blob(number, size, namespace), number, **terms)
 
     async def fill(self, count):
-        """Artifacts of 10,000 bytes, each worth more than the one before."""
+        """Store artifacts of 10,000 bytes, in order of increasing value."""
         for number in range(count):
             await self.add(number, seconds=1 + number)
 
@@ -67,7 +67,7 @@ class Store(ServiceClient):
         return await self.context.evictor.run(actor=Actor.server(), is_confirmed=is_confirmed)
 
     async def evictions(self):
-        """Artifact, reason and actor of each eviction in the audit log, oldest first."""
+        """Return artifact, reason and actor of each eviction in the audit log, oldest first."""
         entries = (await self.context.audit.read(limit=1000)).entries
         return [
             (entry.subject, entry.detail.rpartition(" ")[0], entry.actor)
@@ -85,7 +85,9 @@ class Store(ServiceClient):
         return [number for number in range(count) if await self.has(number, namespace)]
 
     async def begin_deletion(self):
-        """Begins to delete marked blobs: an event that lets the store do it, and the task."""
+        """Start to delete marked blobs. Return an event that lets the deletion end, and its
+        task.
+        """
         deleting, go_on = asyncio.Event(), asyncio.Event()
         delete = self.blobs.delete
 
@@ -106,7 +108,7 @@ def evicted(numbers, reason, *, by=ACTOR):
 
 @pytest.fixture
 def opened(opened):
-    """Opens the services of a server; two of them share everything but the process's state."""
+    """Open the services of a server. Two servers share everything except the state of a process."""
 
     @asynccontextmanager
     async def make(**limits):
@@ -137,7 +139,7 @@ async def test_least_valuable_artifacts_are_evicted_first(opened):
 
 
 @pytest.mark.sql
-async def test_looked_up_artifact_is_evicted_last_for_some_time(opened):
+async def test_looked_up_artifact_is_protected_for_a_limited_time(opened):
     async with opened(store_limit_bytes=30_000, soft_limit_bytes=30_000) as store:
         await store.fill(3)
         await store.look_up(0)
@@ -152,7 +154,7 @@ async def test_looked_up_artifact_is_evicted_last_for_some_time(opened):
 
 
 @pytest.mark.sql
-async def test_a_later_look_up_or_pin_protects_longer_and_an_earlier_end_changes_nothing(opened):
+async def test_protection_lasts_until_the_latest_end_of_its_look_ups_and_pins(opened):
     async with opened(store_limit_bytes=30_000, soft_limit_bytes=30_000) as store:
         await store.fill(3)
         for _ in range(2):
@@ -172,7 +174,7 @@ async def test_a_later_look_up_or_pin_protects_longer_and_an_earlier_end_changes
         assert await store.kept(5) == [2, 4]
 
 
-async def test_a_namespace_has_a_budget_of_its_own(opened):
+async def test_each_namespace_has_its_own_budget(opened):
     limits = {"namespace_limits": {"ci-*": 50_000}, "namespace_limit_bytes": 200_000}
     async with opened(**limits) as store:
         for number in range(10):
@@ -185,8 +187,8 @@ async def test_a_namespace_has_a_budget_of_its_own(opened):
 
 @pytest.mark.sql
 @pytest.mark.parametrize("is_limited", [True, False], ids=["limit", "disk"])
-async def test_an_upload_makes_its_own_room_unless_it_never_fits(opened, is_limited):
-    """A store that has no limit set is limited by its disk."""
+async def test_upload_evicts_to_make_room_unless_it_can_never_fit(opened, is_limited):
+    """The disk limits a store without a configured limit."""
     limits = {"store_limit_bytes": 30_000, "soft_limit_bytes": 30_000} if is_limited else {}
     async with opened(**limits) as store:
         store.blobs.capacity_bytes = 10**9 if is_limited else 30_000
@@ -198,7 +200,7 @@ async def test_an_upload_makes_its_own_room_unless_it_never_fits(opened, is_limi
 
         with pytest.raises(NoSpaceError) as refused:
             await store.add(7, 30_001)
-        assert await store.kept(6) == [3, 4, 5]  # it drove nobody out
+        assert await store.kept(6) == [3, 4, 5]  # the refused upload evicted nothing
         if is_limited:
             assert "30001" in refused.value.detail
             assert refused.value.limit == 30_000
@@ -209,7 +211,7 @@ async def test_an_upload_makes_its_own_room_unless_it_never_fits(opened, is_limi
         assert await store.kept(9) == [3, 4, 5]
 
 
-async def test_a_namespace_makes_its_own_room_for_uploads_and_manifests(opened):
+async def test_uploads_and_manifests_evict_from_their_own_namespace(opened):
     async with opened(namespace_limit_bytes=50_000) as store:
         with pytest.raises(NoSpaceError, match="the namespace team"):
             await store.add(0, 50_001)
@@ -246,7 +248,7 @@ async def test_artifacts_unused_for_retain_days_are_deleted(opened):
 
 
 @pytest.mark.sql
-async def test_artifact_that_is_used_or_pinned_after_it_was_chosen_stays(opened):
+async def test_artifact_used_or_pinned_after_its_selection_stays(opened):
     async with opened() as store:
         await store.fill(4)
         store.clock.turn(20 * DAY)
@@ -261,18 +263,18 @@ async def test_artifact_that_is_used_or_pinned_after_it_was_chosen_stays(opened)
 
 
 @pytest.mark.sql
-async def test_the_latest_toolchains_are_retained(opened):
+async def test_latest_toolchains_are_retained(opened):
     async with opened(retain_toolchains=2) as store:
         for number, toolchain in enumerate(["torch 2.5", "torch 2.6", "torch 2.7", ""]):
             await store.add(number, toolchain=toolchain)
             store.clock.turn(1 * DAY)
-        await store.use(0)  # somebody is back on 2.5
+        await store.use(0)  # a job uses 2.5 again
         assert await store.context.maintenance.retain() == 1
         assert await store.kept(4) == [0, 2, 3]
 
 
 @pytest.mark.sql
-async def test_chores_are_done_by_one_server(opened):
+async def test_only_one_server_runs_a_chore_per_interval(opened):
     done = []
 
     async def note():
@@ -301,11 +303,11 @@ async def test_two_servers_never_evict_for_the_same_excess(opened):
 
 
 class Stopped(BaseException):
-    """Stands for SIGKILL: nothing that handles failures may handle it."""
+    """Stands for SIGKILL: no handler of failures may handle it."""
 
 
 @pytest.mark.parametrize("is_deleted", [False, True], ids=["before the blob goes", "after it went"])
-async def test_kill_during_deletion_blocks_no_upload_and_is_made_up_for(
+async def test_kill_during_deletion_blocks_no_upload_and_is_repaired(
     opened, monkeypatch, is_deleted
 ):
     async with opened(store_limit_bytes=50_000) as store:
@@ -369,7 +371,7 @@ async def test_upload_unmarks_its_blob_which_is_deleted_if_the_upload_fails(open
         assert await store.has(0)
 
 
-async def test_a_dry_run_names_what_a_run_evicts(opened):
+async def test_dry_run_names_exactly_the_artifacts_that_a_run_evicts(opened):
     limits = {"store_limit_bytes": 200_000, "namespace_limits": {"ci": 50_000}}
     async with opened(**limits) as store:
         for number in range(9):
@@ -387,7 +389,7 @@ async def test_a_dry_run_names_what_a_run_evicts(opened):
         assert len(planned) > 5
 
 
-async def test_a_dry_run_evicts_nothing_more_once_the_planned_artifacts_free_enough(opened):
+async def test_dry_run_plans_no_more_once_the_planned_artifacts_free_enough(opened):
     async with opened() as store:
         await store.fill(7)
     async with opened(soft_limit_bytes=60_000) as store:
@@ -405,10 +407,10 @@ async def test_a_dry_run_evicts_nothing_more_once_the_planned_artifacts_free_eno
         ({"namespace_limits": {"te*": 200}}, "the namespace team"),
     ],
 )
-async def test_limit_far_below_what_is_stored_evicts_nothing_until_confirmed(
+async def test_limit_far_below_the_stored_size_evicts_nothing_until_confirmed(
     opened, limit, where, caplog
 ):
-    """200 bytes where GiB were meant must not empty the store."""
+    """A limit of 200 bytes instead of 200 GiB must not empty the store."""
     async with opened() as store:
         await store.fill(3)
     async with opened(**limit) as store:
@@ -429,10 +431,10 @@ async def test_limit_far_below_what_is_stored_evicts_nothing_until_confirmed(
 
 
 @pytest.mark.parametrize("limits", [{"namespace_limit_bytes": 20_000}, {}])
-async def test_namespace_limit_that_other_servers_exceed_is_not_doubted(opened, limits):
+async def test_namespace_limit_that_other_servers_exceed_needs_no_confirmation(opened, limits):
     """Each server admits uploads that fit beside its own."""
     async with opened() as other, opened(**limits) as store:
-        other.context.policies.seconds = lambda: 0.0  # it does not read the policy of later
+        other.context.policies.seconds = lambda: 0.0  # keeps its copy of the policies
         await other.add(0)
         if not limits:
             await store.context.policies.put(TEAM, NamespacePolicy(limit_bytes=20_000), ACTOR)
@@ -443,7 +445,7 @@ async def test_namespace_limit_that_other_servers_exceed_is_not_doubted(opened, 
         await store.add(6)
 
 
-async def test_limit_is_doubted_no_longer_once_it_is_met(opened):
+async def test_limit_needs_no_confirmation_once_it_was_met(opened):
     async with opened() as other:
         await other.fill(5)
         async with opened(namespace_limit_bytes=20_000) as store:
@@ -454,7 +456,7 @@ async def test_limit_is_doubted_no_longer_once_it_is_met(opened):
             assert await store.evict() == 4
 
 
-async def test_policy_far_below_what_is_stored_evicts_nothing_until_confirmed(opened, caplog):
+async def test_policy_far_below_the_stored_size_evicts_nothing_until_confirmed(opened, caplog):
     async with opened() as store:
         await store.fill(3)
         limit = NamespacePolicy(limit_bytes=200)
@@ -468,7 +470,7 @@ async def test_policy_far_below_what_is_stored_evicts_nothing_until_confirmed(op
             await store.add(3)
         await store.context.policies.put(TEAM, NamespacePolicy(limit_bytes=90_000), ACTOR)
         await store.add(3)
-        async with opened() as other:  # a server that reads the policy when it starts
+        async with opened() as other:  # reads the policy at its start
             await store.context.policies.put(TEAM, limit, ACTOR)
             assert await other.evict() == 0
             assert await other.evict(is_confirmed=True) == 4
@@ -477,10 +479,10 @@ async def test_policy_far_below_what_is_stored_evicts_nothing_until_confirmed(op
         assert await store.kept(5) == [4]
 
 
-async def test_policy_is_doubted_by_a_server_that_missed_a_change_between(opened):
+async def test_policy_needs_confirmation_on_a_server_that_missed_a_change(opened):
     async with opened() as store, opened() as other:
         limit = NamespacePolicy(limit_bytes=20_000)
-        other.context.policies.seconds = lambda: math.inf  # it always reads the policies again
+        other.context.policies.seconds = lambda: math.inf  # reads the policies every time
         await store.add(0)
         await store.context.policies.put(TEAM, limit, ACTOR)
         assert await other.evict() == 0
@@ -491,10 +493,10 @@ async def test_policy_is_doubted_by_a_server_that_missed_a_change_between(opened
         assert await other.evict() == 0
 
 
-async def test_limit_is_doubted_by_a_server_that_missed_a_higher_one(opened):
+async def test_limit_needs_confirmation_on_a_server_that_missed_a_higher_one(opened):
     limit = {"namespace_limit_bytes": 20_000}
     async with opened(**limit) as store, opened(**limit) as other:
-        other.context.policies.seconds = lambda: math.inf  # it always reads the policies again
+        other.context.policies.seconds = lambda: math.inf  # reads the policies every time
         await store.add(0)
         assert await other.evict() == 0
         policies = store.context.policies
@@ -506,7 +508,7 @@ async def test_limit_is_doubted_by_a_server_that_missed_a_higher_one(opened):
         assert await other.evict(is_confirmed=True) == 4
 
 
-async def test_a_failing_database_ends_a_round_and_not_the_maintenance(opened, caplog):
+async def test_failing_database_ends_a_round_but_not_the_maintenance(opened, caplog):
     async with opened() as store:
         maintenance = store.context.maintenance
         rounds = []
@@ -546,7 +548,7 @@ async def test_concurrent_uploads_of_one_server_stay_below_the_limits(opened):
 async def test_deletion_that_outlives_its_transaction_spares_acknowledged_blobs(
     opened, request, lost, database_url, monkeypatch
 ):
-    """A request to S3 goes on when whoever made it is gone."""
+    """A request to S3 continues after its sender has ended."""
     async with opened(soft_limit_bytes=1) as one, opened() as two:
         await one.add(0)
         await one.evict()
@@ -575,7 +577,7 @@ async def test_deletion_that_outlives_its_transaction_spares_acknowledged_blobs(
                 f"{cut} AND pid <> pg_backend_pid() AND datname = '{Path(database_url).name}'",
             )
         adding = asyncio.create_task(two.add(0))
-        await asyncio.wait([adding], timeout=0.5)  # it may wait for the deletion
+        await asyncio.wait([adding], timeout=0.5)  # the upload may wait for the deletion
         may_land.set()
         monkeypatch.setattr(blobs, "_SETTLE_SECONDS", 0.001)
         (outcome,) = await asyncio.gather(adding, return_exceptions=True)
@@ -587,7 +589,7 @@ async def test_deletion_that_outlives_its_transaction_spares_acknowledged_blobs(
 
 
 async def test_server_frozen_since_its_claim_deletes_nothing(opened, monkeypatch):
-    """Somebody else may have stored the blob since."""
+    """Another server may have stored the blob since the claim."""
     async with opened(soft_limit_bytes=1) as one, opened() as two:
         await one.add(0)
         await one.evict()
@@ -642,7 +644,7 @@ async def test_interrupted_read_drops_no_artifact(opened):
 
 @pytest.mark.sql
 async def test_claim_that_expired_in_the_queue_is_not_used(opened):
-    """A page is claimed at once, and the store is slow: the last one's claim has ended by then."""
+    """One statement claims a page. If the store is slow, a claim ends before its blob's turn."""
     async with opened(soft_limit_bytes=1) as one, opened() as two:
         await one.add(0)
         await one.add(1)
@@ -656,8 +658,8 @@ async def test_claim_that_expired_in_the_queue_is_not_used(opened):
         assert await two.has(order[1])
 
 
-async def test_look_ups_protect_up_to_a_number_of_artifacts(opened, monkeypatch):
-    """Of one caller, and of one namespace."""
+async def test_look_ups_protect_a_limited_number_of_artifacts(opened, monkeypatch):
+    """One limit holds for a caller, another one for a namespace."""
     monkeypatch.setattr(service, "_MAX_PROTECTED_OF_CALLER", 3)
     monkeypatch.setattr(service, "_MAX_PROTECTED", 5)
     async with opened(soft_limit_bytes=1) as store:
@@ -670,7 +672,7 @@ async def test_look_ups_protect_up_to_a_number_of_artifacts(opened, monkeypatch)
 
 
 async def test_recount_beside_another_corrects_once_and_reads_no_artifact_while_it_writes(opened):
-    """A transaction that counted a large namespace would keep all writers of SQLite waiting."""
+    """Counting a large namespace inside the transaction would block all writers of SQLite."""
     async with opened() as one, opened() as two:
         await one.add(0, 10)
         async with one.context.database.writing() as connection:
