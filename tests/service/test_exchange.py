@@ -1,4 +1,4 @@
-"""JWTs of two providers, exchanged for tokens that live as long as a job."""
+"""JWTs of two issuers, exchanged for tokens that live as long as a job."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -52,7 +52,7 @@ def cluster():
 
 @pytest.fixture(scope="module", params=["sqlite", "postgresql"])
 def settings(request, github, cluster, tmp_path_factory):
-    """One provider by the settings for one, the other beside it."""
+    """Settings with one issuer in the variables for one, and another one in the list."""
     url = f"sqlite:///{tmp_path_factory.mktemp('database') / 'graphstash.sqlite3'}"
     if request.param == "postgresql":
         url = request.getfixturevalue("postgres").new_database()
@@ -76,7 +76,7 @@ def guarded(tmp_path_factory, settings):
 
 @pytest.fixture
 def clock(guarded, monkeypatch):
-    """Turned by the test; by it the server decides about callers."""
+    """A clock by which the server decides about callers."""
     clock = FakeClock()
     clock.now = datetime.now(UTC)
     context = guarded.server._server.config.app.state.context
@@ -87,7 +87,7 @@ def clock(guarded, monkeypatch):
 
 @pytest.fixture
 def subject(namespace):
-    """A caller that no other test has."""
+    """A subject that no other test uses."""
     return f"repo:team/{namespace}"
 
 
@@ -129,7 +129,7 @@ def test_jobs_of_two_providers_keep_their_rights_for_two_hours(
     assert reader.get(artifact_path("ci")).status_code == 401
 
 
-def test_a_token_has_the_rights_of_its_jwt_or_fewer_as_long_as_the_server_allows(
+def test_exchanged_token_has_at_most_its_jwts_rights_until_the_servers_limit(
     exchange, guarded, github, clock
 ):
     answer = exchange(github.token("first"))
@@ -164,7 +164,7 @@ def test_malformed_exchange_is_refused(exchange, github, problem):
         problem(exchange(github.token("first"), **changed), 400, code, names)
 
 
-def test_a_token_is_listed_with_its_subject_and_logged(exchange, guarded, cluster, monkeypatch):
+def test_exchanged_token_is_listed_and_logged_with_subject(exchange, guarded, cluster, monkeypatch):
     info = exchange(cluster.token("first")).json()["info"]
     admin = guarded.http(guarded.admin)
 
@@ -178,7 +178,7 @@ def test_a_token_is_listed_with_its_subject_and_logged(exchange, guarded, cluste
     assert "oidc/k8s:system:serviceaccount:ci:trainer" in invoke(token, "list")
 
 
-def test_tokens_of_a_provider_end_when_the_server_stops_trusting_it(
+def test_tokens_of_an_issuer_end_when_the_server_stops_trusting_it(
     exchange, guarded, github, cluster, settings
 ):
     issued = [exchange(each.token("first")).json()["token"] for each in (github, cluster)]
@@ -191,7 +191,7 @@ def test_tokens_of_a_provider_end_when_the_server_stops_trusting_it(
 
 
 @pytest.mark.sql
-def test_tokens_of_a_subject_are_limited(
+def test_number_of_tokens_per_subject_is_limited(
     exchange, guarded, github, problem, clock, monkeypatch, subject
 ):
     monkeypatch.setattr(tokens_module, "MAX_EXCHANGED_PER_SUBJECT", 2)
@@ -242,7 +242,7 @@ async def test_tokens_of_jobs_are_deleted_an_hour_after_their_expiry(opened):
         assert [each.id for each in (await tokens.list_all()).tokens] == [own.info.id]
 
 
-def test_a_server_without_authentication_exchanges_nothing(tmp_path, problem):
+def test_server_without_authentication_exchanges_no_jwt(tmp_path, problem):
     with Guarded(tmp_path, auth="none") as everybody:
         answer = everybody.http().post("/v1/-/tokens:exchange", json={})
 

@@ -1,4 +1,4 @@
-"""Descriptions of artifacts: publishers send them, and misses are compared with them."""
+"""Publishers send descriptions of artifacts, and the server compares misses with them."""
 
 import asyncio
 from contextlib import closing
@@ -22,7 +22,7 @@ ENVIRONMENT = {"jax": "0.10.2", "env.XLA_FLAGS": "--a=1"}
 
 @pytest.fixture
 def api(api):
-    """Everybody may read all namespaces of this server."""
+    """A namespace with unique keys, because every caller reads all namespaces of this server."""
     with closing(OwnKeysApi(api.url, api.namespace)) as own:
         yield own
 
@@ -53,7 +53,7 @@ def differences(answer):
 
 @pytest.mark.sql
 def test_artifact_with_fewest_differing_parts_is_nearest(api):
-    """Also parts count that an explanation does not show, such as the digest of the program."""
+    """Parts that an explanation omits, such as the program's digest, still count."""
     for number in range(1, 5):
         api.put(b"executable %d" % number, number)
     describe(
@@ -87,7 +87,7 @@ def test_artifact_of_same_script_is_nearer(api):
     assert differences(answer) == [("inputs", "f32[9]", "f32[2]")]
 
 
-async def test_artifact_that_the_run_itself_published_is_not_compared(opened):
+async def test_artifact_published_during_the_run_is_not_compared(opened):
     async with opened() as server:
         described = []
         for number in (1, 2, 3):
@@ -112,7 +112,7 @@ async def test_artifact_that_the_run_itself_published_is_not_compared(opened):
         assert await compared(35) == []
 
 
-def test_artifact_of_a_line_that_moved_is_compared(api):
+def test_artifact_is_compared_although_its_line_moved(api):
     label = f"train_{api.namespace}.py:{{}}"
     for number, line in enumerate(("7 in main", "120 in main"), start=1):
         api.put(b"executable %d" % number, number)
@@ -167,7 +167,7 @@ def test_caller_without_read_right_gets_no_explanation(guarded, namespace):
     assert describe(reader, wanted).status_code == 403
 
 
-def test_removal_names_actor_and_reason_to_administrators_only(guarded, namespace):
+def test_only_administrators_get_actor_and_reason_of_a_removal(guarded, namespace):
     writer, owner = (guarded.api(namespace, f"{scope}:{namespace}") for scope in ("write", "admin"))
     assert writer.put(b"executable", 1).status_code == 201
     assert owner.http.delete(owner.path(1)).status_code == 204
@@ -184,8 +184,8 @@ def test_removal_names_actor_and_reason_to_administrators_only(guarded, namespac
             )
 
 
-async def test_removal_before_first_return_after_start_of_run_is_found(opened):
-    """A run that began before the removal missed the artifact for it, unless it was back."""
+async def test_explanation_finds_the_removal_that_the_run_missed(opened):
+    """A removal explains the miss of an earlier run, unless the artifact had returned."""
     starts = []
     async with opened() as server:
         key, artifacts = key_of(1), server.context.artifacts
@@ -265,8 +265,8 @@ async def test_equal_environments_are_stored_once_and_removed_when_unused(opened
         assert await count(environments) == 0
 
 
-async def test_metadata_of_one_caller_at_a_time_is_in_memory(opened, most_at_once):
-    """Who waits has read nothing yet."""
+async def test_only_one_caller_at_a_time_has_metadata_in_memory(opened, most_at_once):
+    """A waiting caller has read nothing yet."""
     searching = most_at_once(catalog, "list_latest")
     explaining = most_at_once(explanations, "list_by_label")
     async with opened() as server:

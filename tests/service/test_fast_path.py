@@ -1,8 +1,7 @@
-"""The fast path and the application behind it give the same answer to every read of an artifact.
+"""The fast path and the application behind it give the same answer to each read of an artifact.
 
-Each request is sent twice: as it stands, and with a header that the fast path does not know, which
-leaves it to the application. The answers are compared byte by byte, except for the date and the
-request's id.
+Each request is sent twice: unchanged, and with a header that the fast path leaves to the
+application. The answers are compared byte by byte, except for the date and the request's id.
 """
 
 import os
@@ -33,7 +32,7 @@ LARGE = os.urandom(1_500_000)
 BLOBS = {"small": SMALL, "large": LARGE, "empty": b""}
 ETAG = Digest.of(SMALL).etag
 ASIDE = "X-Unheard-Of: 1"
-"""Nothing reads this header, and the fast path cannot tell."""
+"""A header that no code reads, so the fast path cannot judge its effect."""
 
 CASES = (
     [],
@@ -41,7 +40,7 @@ CASES = (
     *([f"X-Request-Id: {each}"] for each in ("mine.1", "<script>")),
     *([f"Graphstash-Job: {each}"] for each in ("train-gpt.1", "../<script>")),
     ["Graphstash-Protocol: 1"],
-    ["Authorization: Bearer nonsense"],  # which this server does not need
+    ["Authorization: Bearer nonsense"],  # this server needs no token
     *([f"If-None-Match: {each}"] for each in (ETAG, f'"a", W/{ETAG}', "*", '"a"')),
     *([f"Range: bytes={each}"] for each in ("10-19", "0-0", "4990-", "-10", "-9999999", "0-")),
     *([f"Range: bytes={each}"] for each in ("0-1,5-6", "99999999-", "-0")),
@@ -70,7 +69,7 @@ CASES = (
     ["Origin: http://elsewhere", "Sec-Fetch-Site: cross-site", "Referer: http://elsewhere/"],
     ["Content-Type: application/json", "Cache-Control: no-cache", "Keep-Alive: timeout=5"],
 )
-"""Headers that the fast path answers, beside Host."""
+"""Headers that the fast path answers, besides Host."""
 
 LONG = [f"Accept: {'a' * 60_000}"]
 """May arrive in several pieces, which the fast path leaves to the application."""
@@ -94,13 +93,13 @@ LEFT = (
 """Headers that the fast path leaves to the application."""
 
 ON_SQLITE = pytest.mark.parametrize("start_once", ["sqlite"], indirect=True)
-"""For what becomes of headers and connections before and after a row is read."""
+"""For headers and connections, whose handling does not depend on the database."""
 
 _OWN = re.compile(rb"^(date|x-request-id): ", re.IGNORECASE)
 
 
 def ask(url, method, path, *headers, version="1.1"):
-    """Everything that the server sends for one request, without what differs between any two."""
+    """Return the whole response to one request, without the parts that differ per request."""
     lines = [f"{method} {path} HTTP/{version}", "Host: a", *headers]
     if not any(each.startswith("Connection:") for each in headers):
         lines.append("Connection: close")
@@ -114,7 +113,7 @@ def ask(url, method, path, *headers, version="1.1"):
     ids = re.findall(rb"(?im)^x-request-id: (.*?)\r?$", head)
     if ids and method != "HEAD":
         body = body.replace(ids[0], b"ID")
-    body = re.sub(rb"headers have \d+ bytes", b"headers have N bytes", body)  # one has one more
+    body = re.sub(rb"headers have \d+ bytes", b"headers have N bytes", body)  # ASIDE adds one
     head = re.sub(rb"(?m)^graphstash-hits: \d+", b"graphstash-hits: N", head)  # counted later
     kept = [line for line in head.split(b"\r\n") if not _OWN.match(line)]
     return kept, body
@@ -125,10 +124,9 @@ def context_of(server):
 
 
 def both_ways(server, method, path, *headers, **options):
-    """The answer, which is the same for both ways, and whether the fast path gave it once.
+    """Return the answer, equal for both ways, and whether the fast path gave exactly one.
 
-    Asks again when the fast path had to look up the policy or the caller: it remembers both for
-    two seconds, which may end at any time.
+    The fast path caches policy and caller for two seconds. If it had to look up either, ask again.
     """
     reads = context_of(server).accounting.reads
     for _ in range(20):
@@ -144,7 +142,7 @@ def both_ways(server, method, path, *headers, **options):
 
 @pytest.fixture
 def both(live_server):
-    """Asks the open server by both ways."""
+    """Send requests to the open server in both ways."""
 
     def ask_both(*request, **options):
         return both_ways(live_server, *request, **options)
@@ -165,7 +163,7 @@ def paths(live_server, new_namespace):
 @ON_SQLITE
 @pytest.mark.parametrize("method", ["GET", "HEAD"])
 def test_fast_path_and_application_give_same_answer(both, paths, method):
-    """Each case with the small blob and one of the others, the first case with all of them."""
+    """The first case reads all blobs, every other case the small one and one of the others."""
     others = cycle([["large"], ["empty"], ["absent"]])
     for number, headers in enumerate((*CASES, LONG, *LEFT)):
         for size in ["small", *(next(others) if number else [*BLOBS, "absent"])]:
@@ -227,7 +225,7 @@ def test_unusual_requests_are_left_to_the_application(api, both, paths):
 def test_fast_path_and_application_give_same_answer_from_s3(
     tmp_path, moto, s3_credentials, connect
 ):
-    """A reader of S3 is no file."""
+    """A reader of S3 is not a file."""
     settings = s3_settings(f"http://127.0.0.1:{moto.port}", moto.new_bucket())
     with LiveServer(tmp_path, **settings) as server:
         api = connect(server.url)
@@ -241,11 +239,11 @@ def test_fast_path_and_application_give_same_answer_from_s3(
             assert both_ways(server, "GET", api.path(), *headers)[1]
 
 
-# -- what is counted and logged --
+# -- counters and logs --
 
 
 def test_fast_path_and_application_write_same_access_log(start, connect):
-    """test_logs has a log with entries of all levels."""
+    """tests/service/test_logs.py covers entries of all levels."""
     server = start("--access-log", "--log-level", "error")
     api = connect(server.url)
     api.put(SMALL)
@@ -326,20 +324,20 @@ def test_requests_stay_unanswered_while_client_reads_no_answers(api, live_server
         wire.send(asked_for(api.path()) * 1500)
         until(lambda: reads["fast"] > before)
         api.http.get("/healthz")
-        # The requests ask for 90 MB; the socket's buffers take some 4 MB at most.
+        # The requests ask for 90 MB, and the socket's buffers hold 4 MB.
         assert reads["fast"] - before < 300
 
 
 @pytest.fixture
 def large(api, file_of):
-    """A blob that no socket buffers, and its file."""
+    """A blob larger than a socket's buffers, and its file."""
     blob = str(api.namespace).encode().ljust(16 * 1024**2)
     assert api.put(blob).status_code == 201
     return blob, file_of(blob)
 
 
 def is_open(file):
-    """Whether this process, which the server runs in, has a file open."""
+    """Return whether this process, in which the server runs, has a file open."""
     for descriptor in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):
             if descriptor.readlink().name.startswith(file.name):
@@ -349,7 +347,7 @@ def is_open(file):
 
 @ON_SQLITE
 @BOTH_WAYS
-def test_download_ends_with_its_reader_or_whole_though_the_artifact_is_deleted(api, large, aside):
+def test_download_ends_when_its_reader_hangs_up_but_not_by_a_deletion(api, large, aside):
     blob, file = large
     with Wire(api.url) as wire:
         wire.send(asked_for(api.path(), *aside))
@@ -366,7 +364,7 @@ def test_download_ends_with_its_reader_or_whole_though_the_artifact_is_deleted(a
 
 @ON_SQLITE
 @BOTH_WAYS
-def test_a_file_that_shrinks_during_a_download_cuts_the_connection(api, large, aside, caplog):
+def test_file_that_shrinks_during_a_download_cuts_the_connection(api, large, aside, caplog):
     _, file = large
     with Wire(api.url) as wire:
         wire.send(asked_for(api.path(), *aside))
@@ -379,10 +377,8 @@ def test_a_file_that_shrinks_during_a_download_cuts_the_connection(api, large, a
 
 
 @ON_SQLITE
-def test_a_connection_that_is_cut_while_a_thread_sends_closes_the_file(
-    api, large, live_server, monkeypatch
-):
-    """Its reader neither reads nor hangs up, so the socket never takes another byte."""
+def test_connection_cut_while_a_thread_sends_closes_the_file(api, large, live_server, monkeypatch):
+    """The client neither reads nor hangs up, so the socket accepts no further byte."""
     _, file = large
     has_begun, may_end = threading.Event(), threading.Event()
     send = os.sendfile
@@ -395,7 +391,7 @@ def test_a_connection_that_is_cut_while_a_thread_sends_closes_the_file(
         raise BlockingIOError
 
     monkeypatch.setattr("graphstash_server.storage.files._is_cached", lambda *_: False)
-    # Otherwise the policies may expire, and then the application answers this request.
+    # If the policies expired, the application would answer this request.
     monkeypatch.setattr("graphstash_server.services.namespaces._FRESH_SECONDS", 3600)
     monkeypatch.setattr("os.sendfile", sendfile)
     connections = live_server._server.server_state.connections
@@ -411,13 +407,13 @@ def test_a_connection_that_is_cut_while_a_thread_sends_closes_the_file(
 
 @ON_SQLITE
 class TestKeptConnections:
-    """On a server that closes idle connections soon."""
+    """On a server with a short timeout for idle connections."""
 
     @pytest.fixture
     def close_idle(self, live_server, monkeypatch):
         return partial(monkeypatch.setattr, live_server._server.config, "timeout_keep_alive")
 
-    def test_an_idle_connection_is_closed_after_a_fast_answer(self, api, close_idle):
+    def test_idle_connection_is_closed_after_a_fast_answer(self, api, close_idle):
         api.put(SMALL)
         close_idle(2.0)  # this process may pause between the two requests
         with Wire(api.url) as wire:
@@ -425,9 +421,9 @@ class TestKeptConnections:
                 assert wire.ask(asked_for(api.path())).body == SMALL
             assert wire.is_closed
 
-    def test_a_connection_stays_open_while_a_later_request_waits(self, api, close_idle):
-        """The second request comes in the segment of the first one, which is answered fast, and
-        takes five times as long as an idle connection may last.
+    def test_connection_stays_open_while_a_later_request_waits(self, api, close_idle):
+        """Both requests arrive in one segment. The fast path answers the first one. The second one
+        takes five times as long as the timeout of idle connections.
         """
         api.put(SMALL)
         assert api.acquire(7).status_code == 201
@@ -444,7 +440,7 @@ class TestKeptConnections:
 
 @ON_SQLITE
 class TestCallers:
-    """On a server that asks for tokens."""
+    """On a server that requires tokens."""
 
     @pytest.fixture
     def mine(self, guarded, namespace):
@@ -471,7 +467,7 @@ class TestCallers:
             guarded.set_policy(mine.namespace, anonymous_read=is_public)
             headers = [f"Authorization: {each}" for each in shown]
             for number, method in ((0, "GET"), (7, "HEAD")):
-                for _ in range(2):  # looked up, and remembered
+                for _ in range(2):  # looked up, then cached
                     fast = ask(mine.url, method, mine.path(number), *headers)
                     assert fast == ask(mine.url, method, mine.path(number), *headers, ASIDE)
 
@@ -508,7 +504,7 @@ class TestCallers:
         assert any(line.startswith(b"retry-after: ") for line in head)
         assert b"rate_limited" in body
 
-    def test_changing_artifact_is_revalidated_also_after_change_elsewhere(
+    def test_overwritable_artifact_stays_revalidated_after_other_policy_changes(
         self, guarded, mine, both
     ):
         """The first request after the change of another policy takes the fast path."""
@@ -525,7 +521,7 @@ class TestCallers:
                 assert mine.get().headers["cache-control"] == "private, no-cache"
 
 
-def test_a_row_that_was_read_earlier_does_not_replace_a_newer_one():
+def test_row_that_was_read_earlier_does_not_replace_a_newer_one():
     clock = FakeClock()
     rows = RecentRows(clock=clock)
     old, new = (

@@ -1,4 +1,4 @@
-"""Three server processes on one PostgreSQL, and many clients that want one cold key."""
+"""Three server processes on one PostgreSQL, and many clients that request one cold key."""
 
 import asyncio
 import os
@@ -35,7 +35,7 @@ def fleet(tmp_path_factory, database, process_environment):
 
 
 async def client(http, url):
-    """One host of a training job: whether it compiled, as it was told to, and its artifact."""
+    """One host of a job. Return whether it compiled, as its lease said, and its artifact."""
     lease, artifact = f"{url}/leases/{KEY}", f"{url}/artifacts/{KEY}"
     status = 202
     while status == 202:
@@ -49,7 +49,7 @@ async def client(http, url):
 
 
 async def herd(fleet, namespace, count=12):
-    """How many clients compiled; every client ends with the artifact."""
+    """Return how many clients compiled. Every client ends with the artifact."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(timeout=60, trust_env=False, limits=limits) as http:
         urls = (f"{fleet[number % SERVERS].url}/v1/{namespace}" for number in range(count))
@@ -62,7 +62,7 @@ def test_one_of_12_hosts_compiles_and_fleet_counts_one_put(fleet, connect):
     assert asyncio.run(herd(fleet, "herd")) == 1
 
     api = connect(fleet[0].url, "herd")
-    until(lambda: api.stats()["hits"] == 12)  # the counters lag by a flush
+    until(lambda: api.stats()["hits"] == 12)  # the server flushes counters with a delay
     found = api.stats()
     assert (found["puts"], found["conflicts"], found["artifacts"]) == (1, 0, 1)
 
@@ -101,7 +101,7 @@ def test_failure_wakes_waiter_of_another_server_despite_hung_up_waiters(fleet):
 
 
 def test_waiters_are_served_without_notifications(fleet, postgres):
-    """Whoever waits looks by itself, too: here every listening connection is cut all the time."""
+    """Waiters also poll. This test cuts every listening connection again and again."""
     cut = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query LIKE 'LISTEN%'"
 
     async def test():

@@ -1,4 +1,4 @@
-"""A server, or a session of PostgreSQL, that is frozen: what waits for it, and for how long."""
+"""A frozen server or PostgreSQL session delays only its own namespace, for a limited time."""
 
 import asyncio
 import os
@@ -28,7 +28,7 @@ def database(postgres, migrated_name):
     return postgres.new_database(template=migrated_name)
 
 
-async def test_a_server_that_stops_does_not_wait_for_silent_sessions(database, monkeypatch):
+async def test_stopping_server_does_not_wait_for_silent_sessions(database, monkeypatch):
     monkeypatch.setattr(engine_module, "_STATEMENT_SECONDS", 10 * BOUND_SECONDS)
     opened = engine_module.Database(database)
     async with opened.writing() as one, opened.writing() as other:
@@ -78,13 +78,13 @@ async def test_listener_with_silent_session_reconnects(database, monkeypatch):
     await asyncio.wait([listening])
 
 
-async def test_others_continue_while_a_server_is_frozen_which_then_acknowledges_nothing(
+async def test_frozen_server_blocks_only_its_namespace_and_acknowledges_nothing(
     tmp_path, database, monkeypatch
 ):
-    """It stops between the rows of an upload and its commit, so its session is idle."""
+    """The server stops between the rows of an upload and its commit, so its session is idle."""
     timeouts = ("idle_in_transaction_session_timeout", "lock_timeout")
     idle, lock = (float(engine_module._POOL_SETTINGS[each].removesuffix("s")) for each in timeouts)
-    assert 0 < idle < lock  # else those that wait are refused
+    assert 0 < idle < lock  # otherwise the waiting uploads are refused
     for timeout, patience in zip(timeouts, ("50s", "60s"), strict=True):
         monkeypatch.setitem(engine_module._POOL_SETTINGS, timeout, patience)
     is_frozen, has_waited, thaws = (asyncio.Event() for _ in range(3))
@@ -97,7 +97,7 @@ async def test_others_continue_while_a_server_is_frozen_which_then_acknowledges_
             shown.append(await connection.scalar(text(f"SHOW {timeouts[0]}")))
             is_frozen.set()
             await has_waited.wait()
-            # The rest of the 50 s, cut short.
+            # Stands for the rest of the 50 s.
             await connection.execute(text(f"SET LOCAL {timeouts[0]} = '0.1s'"))
             await thaws.wait()
         return outcomes
@@ -127,7 +127,7 @@ async def test_others_continue_while_a_server_is_frozen_which_then_acknowledges_
 
 
 async def test_lasting_lock_is_refused_with_reason(tmp_path, database, monkeypatch):
-    """A busy client holds it, or a server of the release before."""
+    """A busy client or a server of the previous release may hold the lock."""
     monkeypatch.setattr(engine_module, "_LOCK_SECONDS", 0.2)
     monkeypatch.setitem(engine_module._POOL_SETTINGS, "lock_timeout", "0.2s")
     async with opener(tmp_path, database)() as server, connected(database) as watch:
@@ -158,8 +158,8 @@ async def test_counters_are_written_while_another_namespace_waits(tmp_path, data
         assert [(await server.used(name)).hits for name in ("held", "free")] == [1, 1]
 
 
-async def test_no_transaction_joins_namespaces(tmp_path, database):
-    """Each counts its changes in the row of its namespace, so that row tells."""
+async def test_no_transaction_spans_namespaces(tmp_path, database):
+    """Each transaction changes the usage row of its namespace, so a trigger detects joined ones."""
     names = ("a", "b", "c")
     opened = opener(tmp_path, database)
     async with opened(soft_limit_bytes=40_000) as server, connected(database) as watch:
@@ -200,7 +200,7 @@ async def test_no_transaction_joins_namespaces(tmp_path, database):
 
 
 def test_metrics_and_readiness_report_a_frozen_database(tmp_path, monkeypatch):
-    """Before its statements time out. Prometheus gives up a scrape after ten seconds."""
+    """The report precedes the timeout of statements. Prometheus ends a scrape after ten seconds."""
     assert exposition._DATABASE_SECONDS + metrics._DATABASE_SECONDS < 10
     monkeypatch.setattr(engine_module, "_STATEMENT_SECONDS", 10 * BOUND_SECONDS)
     monkeypatch.setattr(exposition, "_DATABASE_SECONDS", BOUND_SECONDS)
@@ -240,9 +240,7 @@ def test_metrics_and_readiness_report_a_frozen_database(tmp_path, monkeypatch):
         until(lambda: ask("/readyz").status_code == 200)
 
 
-async def test_revoked_token_reads_no_namespaces_metrics_while_only_its_check_is_slow(
-    tmp_path, database
-):
+async def test_revoked_token_gets_no_metrics_of_namespaces_if_its_check_is_slow(tmp_path, database):
     with Guarded(tmp_path, database_url=database) as server:
         token = server.token("read:*")
 
@@ -259,7 +257,7 @@ async def test_revoked_token_reads_no_namespaces_metrics_while_only_its_check_is
             # would hold a lock on the table and wait for the changed row: a deadlock.
             await holder.execute("LOCK TABLE tokens IN ACCESS EXCLUSIVE MODE")
             await holder.execute("UPDATE tokens SET revoked_at = now()")
-            # The two seconds for which the server needs no check may not be over.
+            # The server may use its cached check for two seconds.
             found = ""
             while "graphstash_database_up 0.0" not in found:
                 found = (await scrape()).text

@@ -1,4 +1,4 @@
-"""Attacks on the HTTP layer: each ends in a refusal or a closed connection, the store untouched."""
+"""Attacks on the HTTP layer end in a refusal or a closed connection, with an untouched store."""
 
 import base64
 import hashlib
@@ -10,7 +10,7 @@ from graphstash_schema import Digest
 from support.waiting import until
 from support.wire import Wire
 
-# Requests that never reach a database.
+# These requests never reach a database.
 pytestmark = pytest.mark.parametrize("start_once", ["sqlite"], indirect=True)
 
 DEVICE = "cpu-x86_64-0123456789abcdef"
@@ -58,7 +58,7 @@ MALFORMED = (
 )
 
 
-def test_a_malformed_request_is_refused(live_server):
+def test_malformed_request_is_refused(live_server):
     for sent in MALFORMED:
         with Wire(live_server.url) as wire:
             answer = wire.ask(sent.encode("latin-1"))
@@ -67,7 +67,7 @@ def test_a_malformed_request_is_refused(live_server):
 
 
 def test_bytes_of_refused_request_are_not_parsed_as_request(live_server):
-    """Request smuggling: what a proxy holds for a body must not be a request here."""
+    """Request smuggling: the server must not parse as a request what a proxy forwards as a body."""
     last = HEALTH[:-2] + "Connection: close\r\n\r\n"
     inner = HEALTH.replace("healthz", "nothing")
     sized = f"Content-Length: {len(inner)}\r\n\r\n"
@@ -122,12 +122,12 @@ def test_oversized_headers_close_the_connection_while_they_arrive(wire):
     wire.send(HEALTH[:-2].encode() + b"X-Large: ")
     sent_bytes = wire.flood(b"a" * 65536, at_most=64 * 1024**2)
 
-    assert sent_bytes < 32 * 1024**2  # 8 MiB are dropped, and the kernel holds some
+    assert sent_bytes < 32 * 1024**2  # the server drops 8 MiB, and the kernel buffers some
     assert wire.is_closed
 
 
-def test_a_page_in_a_browser_cannot_change_anything(api, problem):
-    """DNS rebinding makes a page of the same origin as a server on loopback."""
+def test_page_in_a_browser_cannot_change_anything(api, problem):
+    """By DNS rebinding, a page can have the same origin as a server on loopback."""
     sent = {"Origin": api.url, "Repr-Digest": Digest.of(b"x").repr_digest}
 
     problem(api.http.put(api.path(1), content=b"x", headers=sent), 403, "forbidden", "Origin")
@@ -135,8 +135,8 @@ def test_a_page_in_a_browser_cannot_change_anything(api, problem):
     assert api.get(1).status_code == 404
 
 
-def test_ambiguous_json_is_refused_with_a_sentence(api, problem):
-    """tests/attacks/test_oversized.py has what is large or deep."""
+def test_ambiguous_json_is_refused_with_a_short_reason(api, problem):
+    """tests/attacks/test_oversized.py covers large and deep bodies."""
     for body in (
         *('{"keys":[],"keys":[],"keys":1}', '{"keys":["\\ud800"]}', '{"keys":[NaN]}'),
         *("\ufeff{}", "{}\0", "{}{}", '{"' + "a" * 10_000 + '":1}'),

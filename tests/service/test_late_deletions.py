@@ -1,4 +1,4 @@
-"""A request to S3 that deletes an object and arrives when everybody has forgotten it."""
+"""S3 receives the deletion of an object long after the sender's timeout."""
 
 from contextlib import asynccontextmanager
 from urllib.parse import urlsplit
@@ -39,7 +39,7 @@ def proxy(s3):
 
 @pytest.fixture
 def opened(tmp_path, database_url, s3, proxy, bucket, monkeypatch):
-    """Opens servers on one bucket; an S3 that does not answer is given up after a moment."""
+    """Open servers on one bucket, with short timeouts for S3."""
     monkeypatch.setattr(bucket_module, "_ATTEMPTS", 1)
     seconds = 3.0 if isinstance(s3, Moto) else 10.0  # Swift waits for the disk
     monkeypatch.setattr(bucket_module, "_READ_SECONDS", seconds)
@@ -60,13 +60,13 @@ def opened(tmp_path, database_url, s3, proxy, bucket, monkeypatch):
 
 
 def objects(s3, bucket):
-    """The names of all blobs."""
+    """Return the names of all blobs."""
     found = s3.client.list_objects_v2(Bucket=bucket).get("Contents", ())
     return [each["Key"].rpartition("/")[2] for each in found]
 
 
 async def lose_deletion(server, proxy):
-    """Deletes the artifact; the request to S3 is held, and its sender gives up."""
+    """Delete the artifact. The proxy holds the request to S3 until the sender times out."""
     proxy.fault = S3Fault.HOLD
     proxy.strikes = lambda seen: seen.method == "DELETE"
     proxy.left = 1
@@ -114,11 +114,11 @@ async def test_deletion_delayed_by_an_hour_deletes_nothing_published_since(
             for server in (one, two, three):
                 assert await server.get(1) == blob
                 assert (await server.context.artifacts.verify(key_of(1))).healed is False
-        # The equal bytes of another artifact are the same object.
+        # Another artifact with equal bytes shares the object.
         assert await one.put(blob, 2)
         assert await one.context.artifacts.delete(key_of(1), actor=ACTOR)
         assert await two.get(2) == blob
-        # Nothing stays behind, whatever names there were.
+        # No object remains under any name.
         assert await two.context.artifacts.delete(key_of(2), actor=ACTOR)
         assert objects(s3, bucket) == []
 
@@ -131,10 +131,8 @@ ON_EACH = pytest.mark.parametrize(
 
 
 @ON_EACH
-async def test_server_of_previous_release_exchanges_artifacts_published_since(
-    opened, proxy, s3, bucket
-):
-    """It knows the first name of an object only."""
+async def test_renamed_object_is_also_stored_under_its_first_name(opened, proxy, s3, bucket):
+    """Servers of the previous release support only the first name of an object."""
     async with opened("one") as one, opened("two") as two:
         await one.put(b"blob", 1)
         await lose_deletion(one, proxy)
@@ -154,7 +152,7 @@ async def test_server_of_previous_release_exchanges_artifacts_published_since(
 
 @ON_EACH
 async def test_put_under_abandoned_name_is_not_acknowledged(opened, proxy, s3, bucket):
-    """An upload stores its bytes; before its commit, a deletion of them begins and is lost."""
+    """Between an upload of the bytes and its commit, a deletion of them begins and is lost."""
     async with opened("one") as one, opened("two") as two:
         await two.put(b"blob", 1)
         committer = one.context.uploads.committer

@@ -1,4 +1,4 @@
-"""Leases: one compiles, the others wait."""
+"""Leases: one caller compiles, and all others wait."""
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.anyio
 BLOB = b"an executable" * 1000
 
 WAIT = 60
-"""Seconds that a waiter asks for: the most that the server grants, and more than the test waits for
-an answer. An answer therefore shows that an event ended the wait."""
+"""Seconds for which a waiter waits: the server's maximum, and longer than the test waits for an
+answer. Therefore, each answer is caused by an event."""
 _ANSWER_SECONDS = 50
 
 
@@ -31,14 +31,14 @@ def waiters(api) -> int:
 
 
 def wait(api):
-    """Acquires, and waits for an event."""
+    """Acquire a lease, waiting for an event."""
     api.http.timeout = httpx.Timeout(_ANSWER_SECONDS)
     return api.acquire(wait=WAIT, ttl_seconds=600)
 
 
 @pytest.fixture
 def only_woken(monkeypatch):
-    """A waiter does not look by itself, before the lease that it waits for ends."""
+    """Disable polling: only an event or the end of the lease makes a waiter look."""
     for name in ("_POLL_SECONDS", "_POLL_SECONDS_WITH_NOTIFICATIONS"):
         monkeypatch.setattr(leases, name, 3600)
 
@@ -89,7 +89,7 @@ def test_one_of_many_callers_is_granted_the_lease_and_its_commit_wakes_the_other
 
 
 @pytest.mark.usefixtures("only_woken")
-def test_a_failure_grants_the_lease_to_exactly_one(api, connect):
+def test_failed_lease_is_granted_to_exactly_one_waiter(api, connect):
     token = api.acquire(ttl_seconds=600).json()["token"]
     waited = api.acquire(wait=1)
     assert (waited.status_code, waited.headers["preference-applied"]) == (202, "wait=1")
@@ -113,7 +113,7 @@ def test_expired_lease_goes_to_next_waiter_with_higher_fencing_number(api, probl
     for outcome in ("failed", "published", "failed"):
         granted = api.acquire().json()
         numbers.append(granted["fencing"])
-        for _ in range(2):  # the second time does no harm
+        for _ in range(2):  # the second release has no effect
             assert api.release(granted["token"], outcome).status_code == 204
     problem(api.release("0" * 32, "failed"), 410, "lease_lost")  # no process holds the lease now
     lost = api.acquire(ttl_seconds=1).json()
@@ -130,7 +130,7 @@ def test_expired_lease_goes_to_next_waiter_with_higher_fencing_number(api, probl
 
 
 @pytest.mark.sql
-async def test_holder_can_release_after_a_commit_that_a_waiter_overlooked(opened, monkeypatch):
+async def test_holder_can_release_after_a_commit_that_a_waiter_missed(opened, monkeypatch):
     """The waiter looks for the artifact before the commit, and for the lease after it."""
     async with opened() as server:
         granted = await server.acquire(0, "holder")
@@ -148,7 +148,7 @@ async def test_holder_can_release_after_a_commit_that_a_waiter_overlooked(opened
         await server.context.leases.release(key_of(0), token=granted.token)
 
 
-async def test_a_renewed_lease_lives_longer_and_an_expired_one_cannot_be_renewed(opened):
+async def test_renewal_extends_a_lease_unless_it_expired(opened):
     async with opened() as server:
         granted = await server.acquire(0, "one", ttl_seconds=3)
         answer = await renewed(server, granted.token, ttl_seconds=20)
@@ -163,7 +163,7 @@ async def test_a_renewed_lease_lives_longer_and_an_expired_one_cannot_be_renewed
         assert (await server.acquire(0, "two")).state is LeaseState.GRANTED
 
 
-def test_token_and_outcome_are_required_and_a_body_is_not(api, problem):
+def test_token_and_outcome_are_required_but_no_body(api, problem):
     answer = api.http.post(api.lease_path())
     assert (answer.status_code, answer.json()["ttl_seconds"]) == (201, 30)
 
@@ -172,8 +172,8 @@ def test_token_and_outcome_are_required_and_a_body_is_not(api, problem):
     problem(api.release("0" * 32, "exploded"), 400, "invalid_request", "exploded", "published")
 
 
-async def test_another_waiter_takes_over_when_the_polling_one_hangs_up(opened):
-    """The first waiter looks for all; when it goes, the next one finds that the lease expired."""
+async def test_another_waiter_polls_when_the_polling_one_hangs_up(opened):
+    """The first waiter polls for all. When it hangs up, the second one must detect the expiry."""
     async with opened() as server:
         await server.acquire(0, "holder")
         gone = asyncio.get_running_loop().create_future()
@@ -227,7 +227,7 @@ async def test_many_waiters_leave_database_connections_for_the_upload(opened, mo
         find = artifacts.find
 
         async def slow_find(key):
-            async with server.context.database.reading():  # as a host under load does
+            async with server.context.database.reading():  # like a host under load
                 crowded.append(key)
                 if len(crowded) == server.context.database.shared_connections:
                     has_begun.set()
@@ -246,7 +246,7 @@ async def test_many_waiters_leave_database_connections_for_the_upload(opened, mo
 
 
 @pytest.mark.sql
-async def test_leases_of_a_caller_are_limited(opened, monkeypatch):
+async def test_number_of_leases_per_caller_is_limited(opened, monkeypatch):
     monkeypatch.setattr(leases, "_MAX_HELD", 3)
     async with opened() as server:
         granted = [await server.acquire(number, "one") for number in range(3)]
@@ -263,7 +263,6 @@ async def test_leases_of_a_caller_are_limited(opened, monkeypatch):
 
 @pytest.mark.sql
 async def test_ended_leases_are_dropped_beyond_a_limit_and_held_ones_stay(opened, monkeypatch):
-    """Of those that ended the oldest are forgotten; those that are held stay."""
     monkeypatch.setattr(leases, "_MAX_ROWS", 6)
     async with opened() as server:
         held = await server.acquire(100, "one")

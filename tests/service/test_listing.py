@@ -1,4 +1,4 @@
-"""What a namespace holds, a page at a time."""
+"""Lists of a namespace's artifacts, one page at a time."""
 
 import asyncio
 import sys
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture
 def api(api):
-    """Everybody may read all namespaces of this server."""
+    """A namespace with unique keys, because every caller reads all namespaces of this server."""
     with closing(OwnKeysApi(api.url, api.namespace)) as own:
         yield own
 
@@ -33,7 +33,7 @@ def page(api, **query):
 
 
 def pages(api, **query):
-    """Every page to the end."""
+    """Yield every page."""
     found = page(api, **query)
     yield found["artifacts"]
     while found["next"] is not None:
@@ -74,12 +74,12 @@ def test_artifact_is_listed_with_all_its_details(api):
     for number in range(2, MAX_DETAILED_ARTIFACTS + 2):
         api.put(b"executable %d" % number, number)
     sizes = [len(each) for each in pages(api, details=True, limit=500)]
-    assert sizes == [MAX_DETAILED_ARTIFACTS, 1]  # details come in short pages
+    assert sizes == [MAX_DETAILED_ARTIFACTS, 1]  # pages with details are shorter
 
 
 @pytest.mark.sql
 @pytest.mark.parametrize("order", ["fingerprint", "newest", "size"])
-def test_the_pages_hold_every_artifact_once_that_is_not_withheld(api, order):
+def test_pages_list_every_artifact_once_unless_it_is_withheld(api, order):
     for number in range(0, 16, 2):
         api.put(b"executable %02d" % number, number)
     api.withhold(b"executable 14", 14)
@@ -90,7 +90,7 @@ def test_the_pages_hold_every_artifact_once_that_is_not_withheld(api, order):
     assert found == [wanted[:3], wanted[3:6], wanted[6:]]
 
     first = page(api, limit=3, order=order)
-    api.put(b"later", 1)  # which moves no artifact into a later page, or out of it
+    api.put(b"later", 1)  # moves no artifact across the pages' border
     second = page(api, limit=3, order=order, after=first["next"])
     assert fingerprints(second["artifacts"]) == wanted[3:6]
 
@@ -104,7 +104,7 @@ def test_largest_artifacts_come_first(api):
 
 
 @pytest.mark.sql
-def test_artifacts_are_chosen_by_kind_device_type_fingerprint_and_label(api):
+def test_list_is_filtered_by_kind_device_type_fingerprint_and_label(api):
     api.put(b"executable 1", 1)
     api.put(b"executable 2", 2)
     other = api.path(1).replace("/jax/cpu-x86_64-0123456789abcdef/", "/triton/cuda-sm_90/")
@@ -156,8 +156,8 @@ def test_malformed_query_parameter_is_named(api, problem):
 
 
 @pytest.mark.parametrize("order", ["fingerprint", "newest", "size"])
-async def test_a_rare_artifact_is_found_over_several_bounded_calls(opened, monkeypatch, order):
-    """A page may be empty although there are more. All were stored at the same time."""
+async def test_rare_artifact_is_found_after_several_bounded_calls(opened, monkeypatch, order):
+    """A page may be empty although further pages are not. All artifacts have the same time."""
     monkeypatch.setattr(listing, "_SCANNED", 3)
     async with opened() as client:
         for number in range(8):
@@ -177,7 +177,7 @@ async def test_a_rare_artifact_is_found_over_several_bounded_calls(opened, monke
 
 @contextmanager
 def counted_turns():
-    """The calls of functions in each turn of this thread's event loop, in their order."""
+    """Count the function calls in each turn of this thread's event loop, in order."""
     turns = [0]
 
     def count(frame, event, _):
@@ -194,8 +194,8 @@ def counted_turns():
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-async def test_a_long_page_leaves_the_event_loop_to_others_in_between(opened):
-    """Everything in one turn took 27,000 calls of functions."""
+async def test_long_page_yields_to_the_event_loop(opened):
+    """In one turn, the page took 27,000 function calls."""
     async with opened() as server:
         parts = {f"part {number}": "x" * 200 for number in range(12)}
         metadata = ArtifactMetadata(compile_seconds=1, raw_size_bytes=1, parts=parts)

@@ -1,4 +1,4 @@
-"""What a server logs as JSON: an object a line, whatever callers sent, with the ids of requests."""
+"""JSON logs of a server: one object per line for any input, with the ids of requests."""
 
 import asyncio
 import io
@@ -18,7 +18,7 @@ HOSTILE = '\n\r\t\x00\x1b[2J\x7f\x9b\u202e\u2028\\"} {"level": "forged\ud800'
 
 @pytest.fixture
 def logged():
-    """Logs a message, and gives what was written. No logger is asked: pytest keeps what it logs."""
+    """Log a message and return the output, without a logger, whose output pytest captures."""
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter())
@@ -34,7 +34,7 @@ def logged():
     return log
 
 
-def test_an_entry_and_its_traceback_are_one_line_of_ascii_without_control_characters(logged):
+def test_entry_and_traceback_are_one_line_of_printable_ascii(logged):
     written = logged("%s", HOSTILE, exc_info=(ValueError, ValueError(HOSTILE), None))
 
     assert written.endswith("\n")
@@ -71,7 +71,7 @@ def test_background_tasks_do_not_inherit_request_ids():
         assert [name for name, text in sources.items() if "create_task(" in text] == []
 
 
-def test_a_server_logs_json_with_the_ids_of_both_ways(start, connect):
+def test_fast_path_and_application_log_json_with_request_ids(start, connect):
     as_json = {"GRAPHSTASH_LOG_FORMAT": "json"}
     server = start("--access-log", "--log-level", "debug", environment=as_json)
     api = connect(server.url)

@@ -1,4 +1,4 @@
-"""POST artifacts:lookup and artifacts:verify: many keys in one call, and whether one is whole."""
+"""POST artifacts:lookup finds many keys in one call, and artifacts:verify checks one blob."""
 
 import asyncio
 from pathlib import Path
@@ -41,15 +41,15 @@ def test_each_key_is_found_missing_or_withdrawn_once_in_request_order(api, conne
 
 
 @pytest.mark.sql
-def test_a_thousand_keys_are_answered_and_more_are_refused(api, problem):
+def test_lookup_accepts_a_thousand_keys_and_refuses_more(api, problem):
     for number in range(40):
         api.put(b"x", number)
     keys = [api.key(number) for number in range(1001)]
     answer = lookup(api, keys[:1000]).json()
     assert (len(answer["found"]), len(answer["missing"])) == (40, 960)
-    api.get(0)  # what is counted last is written last
+    api.get(0)  # the last counted hit is the last written one
     until(lambda: api.stats()["hits"])
-    assert (api.stats()["hits"], api.stats()["misses"]) == (1, 0)  # a look-up is neither
+    assert (api.stats()["hits"], api.stats()["misses"]) == (1, 0)  # look-ups do not count
 
     refused = problem(lookup(api, keys), 413, "too_many_keys", "1001", "1000")
     assert refused["limit"] == 1000
@@ -66,9 +66,7 @@ def test_malformed_key_is_refused_naming_its_part(api, problem):
     problem(lookup(api, []), 400, "invalid_request", "keys", "at least 1")
 
 
-def test_whole_artifact_is_verified_and_stays_and_damaged_or_lost_one_is_dropped(
-    api, file_of, problem
-):
+def test_verification_drops_only_damaged_or_lost_artifacts(api, file_of, problem):
     api.put(b"x" * 3_000_000, 1)
     answer = api.call("verify", api.key(1))
     assert (answer.status_code, answer.json()) == (200, {"found": True, "healed": False})
@@ -92,7 +90,7 @@ def test_whole_artifact_is_verified_and_stays_and_damaged_or_lost_one_is_dropped
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 async def test_concurrent_verifications_of_one_artifact_read_it_once(opened, monkeypatch):
-    """A few bytes of a request would cost gigabytes otherwise."""
+    """Otherwise a small request would cost gigabytes of reads."""
     keys = [key_of(number) for number in range(4)] * 8
     under_way, most, readings, asked = set(), 0, [], []
 

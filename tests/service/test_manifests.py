@@ -1,4 +1,4 @@
-"""Manifests: what a job used, merged over its runs."""
+"""Manifests: the artifacts that a job used, merged over its runs."""
 
 import functools
 import json
@@ -29,9 +29,7 @@ def entries(answer):
     return {str(entry.key.fingerprint): entry.runs for entry in manifest.entries}
 
 
-def test_first_run_creates_manifest_and_further_runs_are_merged_the_latest_first(
-    api, connect, problem
-):
+def test_first_run_creates_manifest_and_later_runs_are_merged_in_front(api, connect, problem):
     problem(api.http.get(path(api)), 404, "not_found", "train_gpt")
 
     answer = put(api, [1, 2])
@@ -93,7 +91,7 @@ def test_malformed_name_is_refused(api, problem, name):
 async def test_entries_of_a_namespace_are_bounded_counted_and_dropped_when_unused(
     opened, monkeypatch
 ):
-    """Beyond the bound the longest unused go, of whatever job."""
+    """Above the limit, the server drops the entries that were unused for longest, of any job."""
     monkeypatch.setattr(manifests, "_MAX_ENTRIES", 10)
     team = Namespace("team")
     jobs = [ManifestName(f"job-{number}") for number in range(4)]

@@ -1,4 +1,4 @@
-"""GET /metrics: what it counts, for whom, and that no count goes back when a worker ends."""
+"""GET /metrics: its counts and its readers. No count decreases when a worker ends."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.anyio
 
 
 def parsed(text):
-    """The value of each series, by its name and labels."""
+    """Return the value of each series by name and labels."""
     return {
         (sample.name.removeprefix("graphstash_"), *sample.labels.values()): sample.value
         for family in text_string_to_metric_families(text)
@@ -33,7 +33,7 @@ def scrape(http):
 
 
 def test_requests_hits_waiters_and_refusals_are_counted(tmp_path, connect):
-    """On a server of its own: the counts of other tests are written with a delay."""
+    """Needs its own server, because the counts of other tests arrive with a delay."""
     with LiveServer(tmp_path, flush_seconds=0.05, log_level="error") as server:
         api = connect(server.url)
         before = scrape(api.http)
@@ -51,7 +51,7 @@ def test_requests_hits_waiters_and_refusals_are_counted(tmp_path, connect):
             api.release(token, "failed", 3)
             assert waiting.result().status_code == 201
 
-        lagging = ("hits_total", "misses_total", "puts_total", "artifacts")  # read now and then
+        lagging = ("hits_total", "misses_total", "puts_total", "artifacts")  # read with a delay
         until(lambda: [scrape(api.http)[name,] for name in lagging] == [2, 1, 1, 1])
         until(lambda: scrape(api.http)["lease_waiters",] == 0)
         counted = scrape(api.http)
@@ -64,7 +64,7 @@ def test_requests_hits_waiters_and_refusals_are_counted(tmp_path, connect):
         ("served_bytes_total",): 8,
     }.items():
         assert counted[labels] == count, labels
-    assert counted["requests_total", "GET", "200"] >= 2 + 1  # and those of this test
+    assert counted["requests_total", "GET", "200"] >= 2 + 1  # and the requests of this test
     assert counted["store_bytes",] >= 4096
     assert counted["request_seconds_count",] >= 4
     assert counted["request_seconds_bucket", "+Inf"] == counted["request_seconds_count",]
@@ -72,7 +72,7 @@ def test_requests_hits_waiters_and_refusals_are_counted(tmp_path, connect):
 
 @pytest.mark.parametrize("setting", ["off", "loopback"])
 def test_setting_decides_who_may_read_metrics(tmp_path, setting):
-    """Everybody may by default; the shared server shows that."""
+    """By default, every caller may read them, as other tests do on the shared server."""
     proxied = {"X-Forwarded-For": "127.0.0.1"}, {"Forwarded": "for=127.0.0.1"}
     with LiveServer(tmp_path, metrics=setting, log_level="error") as server:
         for headers in ({}, *proxied, {"Via": "1.1 proxy"}, {"X-Real-IP": "::1"}):
@@ -109,7 +109,7 @@ async def test_series_per_namespace_are_limited(opened):
         assert not any(key_of().fingerprint in label for key in found for label in key)
 
 
-async def test_a_lease_that_nobody_released_in_time_is_counted(opened):
+async def test_expired_lease_is_counted(opened):
     async with opened() as server:
 
         async def expired():
@@ -146,7 +146,7 @@ def test_counters_never_decrease_when_worker_is_killed_or_replaced(start, connec
     connect(server.url).put(b"blob", 1)
 
     def ask(times):
-        for _ in range(times):  # a connection of its own, to either worker
+        for _ in range(times):  # a new connection each time, to either worker
             assert connect(server.url).get(1, X_Unheard_Of="1").status_code == 200
 
     def scraped():

@@ -1,5 +1,6 @@
-"""The revisions of the database, on SQLite and PostgreSQL: up from nothing, like the tables, down
-again, and up from a filled database of every older revision."""
+"""Every revision of the database, on SQLite and PostgreSQL: upgrades from an empty and from a
+filled database, downgrades, and agreement with the tables.
+"""
 
 import asyncio
 import json
@@ -47,7 +48,7 @@ def config(url):
 
 
 def on(url, work):
-    """Runs synchronous work in one transaction."""
+    """Run synchronous work in one transaction."""
 
     async def run():
         engine = make_engine(sa.make_url(url))
@@ -60,8 +61,8 @@ def on(url, work):
     return asyncio.run(run())
 
 
-def test_servers_that_migrate_at_the_same_time_take_turns(url, tmp_path):
-    """With lock files of their own, as on hosts of their own."""
+def test_servers_that_start_at_once_migrate_one_after_another(url, tmp_path):
+    """Each server has its own lock file, as on different hosts."""
     program = (
         "import sys; from pathlib import Path; from graphstash_server.db.migrate import migrate;"
         "migrate(sys.argv[1], lock_path=Path(sys.argv[2]))"
@@ -76,7 +77,7 @@ def test_servers_that_migrate_at_the_same_time_take_turns(url, tmp_path):
 
 
 def fill(connection, count):
-    """Adds artifacts as the first revision has them, and their counters."""
+    """Add artifacts and counters in the form of the first revision."""
     now = NOW.replace(tzinfo=None) if connection.dialect.name == "sqlite" else NOW
     artifacts, usage = (
         sa.Table(name, sa.MetaData(), autoload_with=connection) for name in ("artifacts", "usage")
@@ -107,7 +108,7 @@ def fill(connection, count):
     connection.execute(usage.insert(), counters)
 
 
-def test_filled_database_of_first_revision_becomes_like_the_tables_and_can_go_back(config, url):
+def test_database_of_first_revision_upgrades_to_the_tables_and_downgrades(config, url):
     count = 1100  # more than one batch
 
     def names():
@@ -151,7 +152,7 @@ IS_VALID = f"SELECT indisvalid FROM pg_index WHERE indexrelid = '{INDEX}'::regcl
 
 @pytest.fixture(scope="module")
 def filled_name(postgres):
-    """The name of a filled database of PostgreSQL, at the revision before 0010."""
+    """The name of a filled PostgreSQL database at revision 0009."""
     url = postgres.new_database()
     command.upgrade(alembic_config(url), "0009")
     on(url, lambda connection: fill(connection, 10))
@@ -160,7 +161,7 @@ def filled_name(postgres):
 
 @asynccontextmanager
 async def storing(url):
-    """A connection whose transaction has stored an artifact, and is open."""
+    """A connection with an open transaction that has stored an artifact."""
     async with connected(url) as connection:
         await connection.execute("BEGIN")
         await store(connection, "begun")
@@ -176,7 +177,7 @@ async def store(connection, fingerprint):
 
 
 async def until_it_waits(connection, statement, *, work):
-    """Returns when a statement waits for a lock; `work` is what it belongs to."""
+    """Wait until a statement waits for a lock. `work` is the task that runs the statement."""
     while not await connection.fetchval(
         "SELECT count(*) FROM pg_stat_activity"
         f" WHERE wait_event_type = 'Lock' AND query LIKE '{statement}%'"
@@ -187,13 +188,13 @@ async def until_it_waits(connection, statement, *, work):
 
 @pytest.fixture
 def url_before(postgres, filled_name, caplog):
-    """A copy of it."""
+    """A copy of the filled database at revision 0009."""
     caplog.set_level(logging.INFO)
     return postgres.new_database(template=filled_name)
 
 
 @pytest.mark.anyio
-async def test_artifacts_are_stored_while_the_index_of_them_is_built(url_before, caplog):
+async def test_artifacts_can_be_stored_while_their_index_is_built(url_before, caplog):
     upgrade = partial(command.upgrade, alembic_config(url_before), "head")
     async with connected(url_before) as other, storing(url_before) as slow:
         upgrading = asyncio.create_task(asyncio.to_thread(upgrade))
@@ -208,7 +209,7 @@ async def test_artifacts_are_stored_while_the_index_of_them_is_built(url_before,
 
 
 def settings_of_the_build(url):
-    """What the connection that builds the index has set, asked on it when it begins to."""
+    """Return the settings of the connection that builds the index, read when the build starts."""
     found = {}
 
     def look(connection, _cursor, statement, *_):
@@ -240,7 +241,7 @@ async def test_migrator_that_waits_for_another_logs_it_once(url_before, caplog, 
 
 
 @pytest.mark.anyio
-async def test_waiting_server_ends_session_that_is_idle_in_the_middle_of_a_migration(
+async def test_waiting_server_ends_session_that_idles_during_a_migration(
     url_before, caplog, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(migration, "IDLE_SECONDS", 1)
@@ -254,7 +255,7 @@ async def test_waiting_server_ends_session_that_is_idle_in_the_middle_of_a_migra
 
 @pytest.mark.anyio
 async def test_deadlock_with_previous_release_is_retried(url_before, caplog, tmp_path):
-    """That one waits for the lock in a transaction, for which the build waits."""
+    """The other server waits for the lock in a transaction, and the build waits for its end."""
     upgrade = partial(migrate, url_before, lock_path=tmp_path / "lock")
     async with (
         connected(url_before) as other,
@@ -263,7 +264,7 @@ async def test_deadlock_with_previous_release_is_retried(url_before, caplog, tmp
     ):
         upgrading = asyncio.create_task(asyncio.to_thread(upgrade))
         await until_it_waits(other, f"CREATE INDEX%{INDEX}", work=upgrading)
-        await older.execute("SET deadlock_timeout = '1h'")  # so it is not the one that ends
+        await older.execute("SET deadlock_timeout = '1h'")  # so PostgreSQL ends the other session
         await older.execute("BEGIN")
         turn = asyncio.create_task(older.execute("SELECT pg_advisory_xact_lock(8077)"))
         await until_it_waits(other, "SELECT pg_advisory_xact_lock", work=upgrading)
@@ -279,7 +280,7 @@ async def test_deadlock_with_previous_release_is_retried(url_before, caplog, tmp
 @pytest.mark.anyio
 @pytest.mark.parametrize("is_whole", [True, False])
 async def test_interrupted_index_build_is_completed(url_before, is_whole):
-    """Its build may wait for hours, as for a dump, and a frozen migrator is cut off."""
+    """The build may wait for hours, for example for a dump, and a frozen migrator is cut off."""
     async with connected(url_before) as other, storing(url_before) as slow:
         if is_whole:
             await slow.execute("COMMIT")
@@ -288,7 +289,7 @@ async def test_interrupted_index_build_is_completed(url_before, is_whole):
         with nullcontext() if is_whole else pytest.raises(asyncpg.LockNotAvailableError):
             await other.execute(CONCURRENTLY)
         assert await other.fetchval(IS_VALID) is is_whole
-    # Also after the limits of what goes first.
+    # The build sets its own limits after those of the earlier steps.
     assert await asyncio.to_thread(settings_of_the_build, url_before) == {
         "lock_timeout": "6h",
         "statement_timeout": "0",
@@ -302,7 +303,7 @@ def settings_for(url, tmp_path, **more):
     return load_settings(database_url=url, data_dir=tmp_path, **more)
 
 
-def test_server_that_must_not_migrate_names_the_command(config, url, tmp_path):
+def test_server_that_may_not_migrate_names_the_command(config, url, tmp_path):
     settings = settings_for(url, tmp_path)
     with pytest.raises(StartError, match="revision none and this release needs"):
         asyncio.run(prepare_database(settings, is_migrating=False))
@@ -314,7 +315,7 @@ def test_server_that_must_not_migrate_names_the_command(config, url, tmp_path):
     asyncio.run(prepare_database(settings, is_migrating=True))
     asyncio.run(prepare_database(settings, is_migrating=False))
     assert asyncio.run(find_revision(url)) == newest_revision()
-    on(url, lambda connection: fill(connection, 10))  # as a server of the release before goes on
+    on(url, lambda connection: fill(connection, 10))  # by an older server
 
 
 @pytest.mark.parametrize("tables", [["thesis"], ["alembic_version", "thesis"]])
@@ -329,11 +330,11 @@ def test_database_of_another_program_is_refused_and_not_changed(url, tmp_path, t
     assert sorted(names) == tables
 
 
-def test_tables_of_an_extension_are_of_no_other_program(postgres, tmp_path):
+def test_tables_of_an_extension_do_not_count_as_another_program(postgres, tmp_path):
     url = postgres.new_database()
     for statement in (
         "CREATE TABLE spatial_ref_sys (srid integer)",
-        "ALTER EXTENSION plpgsql ADD TABLE spatial_ref_sys",  # as CREATE EXTENSION postgis does
+        "ALTER EXTENSION plpgsql ADD TABLE spatial_ref_sys",  # like CREATE EXTENSION postgis
     ):
         on(url, lambda connection, statement=statement: connection.execute(sa.text(statement)))
     migrate(url, lock_path=tmp_path / "lock")
@@ -365,7 +366,7 @@ def test_unreachable_database_is_named_without_password(postgres, tmp_path):
 
 
 def test_revisions_only_add_and_do_not_import_the_product():
-    """A rolling upgrade migrates first, while servers of the release before go on."""
+    """In a rolling upgrade, servers of the previous release continue after the migration."""
     for revision in (Path(__file__).parents[2] / "migrations" / "versions").glob("*.py"):
         text = revision.read_text()
         assert "graphstash" not in text

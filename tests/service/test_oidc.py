@@ -1,4 +1,4 @@
-"""Tokens of an identity provider: a real one, with keys of its own, on loopback."""
+"""Tokens of an identity provider that runs on loopback with its own keys."""
 
 import asyncio
 import base64
@@ -51,7 +51,7 @@ def clock():
 
 @pytest.fixture
 def oidc(issuer, clock):
-    """A verifier that trusts the issuer and has not read its keys yet."""
+    """A verifier that trusts the issuer and has not fetched its keys yet."""
     trusted = TrustedIssuer(issuer=issuer.url, audience="graphstash", rules=RULES)
     return OidcVerifier([trusted], seconds=clock.steady)
 
@@ -92,13 +92,13 @@ def test_rule_matches_whole_claims_only(verify, issuer):
     ):
         principal = verify(issuer.token("first", **claims))
         assert sorted(map(str, principal.grants)) == ["read:trusted", "write:ci"], claims
-    # The provider signs for strangers, too.
+    # The issuer signs JWTs for strangers as well.
     for name in ("teams/model", "x/team/model", None, {"team/model": 1}, [["team/other"]]):
         assert verify(issuer.token("first", repository=name)) is None, name
 
 
-def test_star_matches_ordinary_names_and_no_path_to_another_place():
-    """GitLab has two slashes in the claim that names a pipeline's file."""
+def test_star_matches_ordinary_names_but_no_path_to_another_place():
+    """GitLab's claim with a pipeline's file has two slashes."""
     rule = ClaimRule.model_validate(RULES[1])
     ordinary = "team/x", "team/.github", "team/x/y", "team/a.b", "team/x//y", "team/\u00e9"
     hostile = (
@@ -111,7 +111,7 @@ def test_star_matches_ordinary_names_and_no_path_to_another_place():
     assert [name for name in ordinary if not rule.fits({"repository": name})] == []
     assert [name for name in hostile if rule.fits({"repository": name})] == []
 
-    # A search that goes back would take hours.
+    # A backtracking search would take hours.
     many = ClaimRule.model_validate(
         {"claims": {"ref": "*/model*/x*/y*/main"}, "grants": ["read:x"]}
     )
@@ -119,7 +119,7 @@ def test_star_matches_ordinary_names_and_no_path_to_another_place():
     assert many.fits({"ref": "/model/x/y" * 1_000 + "/main"})
 
 
-def test_a_number_or_truth_value_in_a_claim_is_compared_as_json_writes_it():
+def test_number_or_boolean_in_a_claim_is_compared_as_json_text():
     values = {"true": True, "false": False, "1": 1, "0": 0, "-7": -7}
     for text in values:
         rule = ClaimRule.model_validate({"claims": {"protected": text}, "grants": ["read:x"]})
@@ -128,7 +128,7 @@ def test_a_number_or_truth_value_in_a_claim_is_compared_as_json_writes_it():
         assert fitting == in_list == [text]
 
 
-def test_a_rule_reaches_into_a_claim_that_is_an_object():
+def test_rule_matches_fields_of_a_claim_that_is_an_object():
     patterns = {"namespace": "ci", "serviceaccount": {"name": "train*"}}
     rule = ClaimRule.model_validate({"claims": {"kubernetes.io": patterns}, "grants": ["read:x"]})
     trainer = {"name": "trainer", "uid": "7"}
@@ -153,7 +153,7 @@ def test_every_asymmetric_algorithm_is_accepted(verify, issuer):
 
 
 def test_key_that_names_no_algorithm_verifies_all_of_its_type(verify, issuer):
-    """Microsoft's keys name none."""
+    """Microsoft's keys name no algorithm."""
     issuer.add_key("rsa", "RS256")
     issuer.add_key("curve", "ES384")
     keys = [
@@ -177,7 +177,7 @@ def test_key_that_names_no_algorithm_verifies_all_of_its_type(verify, issuer):
         ("PS256", "PS256"),
     ],
 )
-async def test_refusal_names_the_algorithm_and_those_of_the_key(access, issuer, algorithm, named):
+async def test_refusal_names_the_algorithms_of_token_and_key(access, issuer, algorithm, named):
     issuer.add_key("rsa", "RS256")
     header, body, signature = issuer.token("rsa").split(".")
     header = encoded({"alg": algorithm, "typ": "JWT", "kid": "rsa"})
@@ -201,7 +201,7 @@ def test_token_with_wrong_or_missing_claim_is_refused(verify, issuer):
         assert verify(issuer.token("first", **changed)) is None, changed
 
 
-def test_clocks_may_differ_by_half_a_minute_and_no_more(verify, issuer):
+def test_clocks_may_differ_by_at_most_half_a_minute(verify, issuer):
     now = int(time.time())
     for claim, sign in (("exp", -1), ("nbf", 1), ("iat", 1)):
         assert verify(issuer.token("first", **{claim: now + sign * 20})) is not None, claim
@@ -209,7 +209,7 @@ def test_clocks_may_differ_by_half_a_minute_and_no_more(verify, issuer):
 
 
 def is_refused(found):
-    """Whether the verifier refused a JWT for good, in contrast to an answer of 503."""
+    """Return whether the verifier refused a JWT permanently, in contrast to a 503."""
     return found is None or getattr(found, "code", None) is ErrorCode.UNAUTHENTICATED
 
 
@@ -219,9 +219,7 @@ def encoded(value):
 
 
 def test_token_without_a_signature_of_the_private_key_is_refused(verify, issuer):
-    """Neither unsigned, nor signed with the public key as the secret of HS256, with another
-    algorithm or key, or with a key that is too short.
-    """
+    """Covers a missing signature, HS256 with the public key, and wrong algorithms and keys."""
     issuer.add_key("rsa", "RS256")
     issuer.add_key("short", "RS256", bits=1024)
     good = issuer.token("rsa")
@@ -278,7 +276,7 @@ def test_keys_are_fetched_once_and_unknown_key_ids_cause_no_request(verify, issu
     assert len(issuer.jwks_fetches) == 2
 
 
-def test_new_key_is_found_after_the_pause_and_an_old_one_forgotten(verify, issuer, clock):
+def test_new_key_is_found_after_the_pause_and_old_key_dropped(verify, issuer, clock):
     old = issuer.token("first")
     assert verify(old) is not None
     issuer.keys.clear()
@@ -361,7 +359,7 @@ def test_failing_provider_gives_503_and_known_keys_still_work(verify, issuer, cl
 
 
 def test_unusable_key_in_the_key_set_is_skipped(verify, issuer):
-    """Everybody can sign with a shared secret or a private key that was published."""
+    """Anyone can sign with a shared secret or with a published private key."""
     issuer.add_key("rsa", "RS256")
     secret = b"x" * 32
     private, algorithm = issuer.keys["rsa"]
@@ -406,15 +404,15 @@ async def test_callers_with_known_keys_do_not_wait_for_a_hanging_provider(
     assert await trying is not None
 
 
-async def test_keys_are_not_fetched_where_others_can_change_them(issuer):
+async def test_keys_are_not_fetched_over_plain_http_from_other_hosts(issuer):
     keys = IssuerKeys(issuer.url, jwks_url="http://keys.example/jwks")
 
     with pytest.raises(ServerError, match="identity provider"):
         await keys.find("first")
 
 
-def test_keys_come_from_a_provider_with_an_authority_of_its_own(tmp_path, caplog):
-    """As a cluster has one; it counts for this provider only."""
+def test_keys_are_fetched_from_an_issuer_with_its_own_authority(tmp_path, caplog):
+    """As for a cluster. The authority is trusted for this issuer only."""
     authority, stranger = trustme.CA(), trustme.CA()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     authority.issue_cert("127.0.0.1").configure_cert(context)

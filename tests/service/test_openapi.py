@@ -1,4 +1,4 @@
-"""The server against its own OpenAPI document: every call, whoever asks, whatever they send."""
+"""The server follows its own OpenAPI document for every call, caller and input."""
 
 import copy
 
@@ -12,8 +12,8 @@ from graphstash_server.app import create_app
 from graphstash_server.settings import Settings
 from support.deferred import Deferred
 
-# Importing schemathesis takes seconds, so the options of pytest turn its plugin off, and only the
-# tests below import it.
+# Importing schemathesis takes seconds, so pytest's options disable its plugin, and only the tests
+# below import it.
 schemathesis = Deferred("schemathesis")
 server_checks = Deferred("schemathesis.checks")
 checks = Deferred("schemathesis.specs.openapi.checks")
@@ -32,14 +32,14 @@ KEY = {name: KNOWN[name] for name in ("kind", "device_type", "fingerprint")}
 DOCUMENT = create_app(Settings()).openapi()
 
 pytestmark = pytest.mark.filterwarnings(
-    # schemathesis draws from `random` where Hypothesis would rather be asked.
+    # schemathesis uses `random` in a way that Hypothesis deprecates.
     "ignore::hypothesis.errors.HypothesisDeprecationWarning"
 )
 
 
 @pytest.fixture(scope="module")
 def callers(guarded, live_server):
-    """Where a server listens, and what a caller shows to it; the administrator comes everywhere."""
+    """Pairs of a server's URL and a caller's headers, beginning with an administrator."""
     admin, reader = (
         {"Authorization": f"Bearer {token}"}
         for token in (guarded.admin, guarded.token("read:described"))
@@ -56,9 +56,7 @@ def _fill(url, headers):
 
 
 def _ask(operation, callers, words, *, examples):
-    """Asks with good and with bad values. The words of the path are those of things that exist,
-    are drawn, or have no valid form.
-    """
+    """Send valid and invalid values. Words of the path exist, are drawn, or are malformed."""
     modes = [schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE]
     every_check = (
         server_checks.not_a_server_error,
@@ -109,7 +107,7 @@ def test_every_answer_is_declared(callers, schema, path, method, is_extended):
 
 
 def test_undeclared_answer_is_detected(callers):
-    """Or the test above could not fail."""
+    """Control for the previous test."""
     path = "/v1/{namespace}/manifests/{name}"
     document = copy.deepcopy(DOCUMENT)
     del document["paths"][path]["get"]["responses"]["404"]

@@ -1,5 +1,6 @@
-"""Namespaces where the last writer of a key stays: nothing acknowledged is lost on the way, nobody
-reads half of anything, and what was replaced goes."""
+"""Namespaces in which the last upload of a key stays: no acknowledged upload is lost, no reader
+gets a mixture, and replaced blobs are deleted.
+"""
 
 import asyncio
 import functools
@@ -48,7 +49,7 @@ CommitBatcher.commit = dying_commit
 from graphstash_server.__main__ import main
 main()
 """
-"""Dies in the second upload, whose blob is stored, before or after the commit."""
+"""Server that dies in the second upload, whose blob is stored, before or after the commit."""
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def let_overwrite(api, **rules):
 
 
 def own(api, text):
-    """Bytes that no other test has stored: blobs are kept once for all of them."""
+    """Return bytes that no other test has stored, because equal blobs are stored once."""
     return (api.namespace.encode() + b" " + text) * 100
 
 
@@ -71,9 +72,7 @@ def names(files):
     return {path.name for path in files}
 
 
-def test_an_upload_replaces_the_previous_bytes_and_their_blob_if_no_other_key_has_it(
-    api, files, problem
-):
+def test_upload_replaces_previous_bytes_and_their_blob_unless_shared(api, files, problem):
     before = names(files())
     old, new = own(api, b"old"), own(api, b"new one")
     api.put(old, 1, seconds=1)
@@ -84,7 +83,7 @@ def test_an_upload_replaces_the_previous_bytes_and_their_blob_if_no_other_key_ha
     answer = api.put(new, 1, seconds=2)
 
     assert (answer.status_code, answer.headers["etag"]) == (201, Digest.of(new).etag)
-    assert api.put(new, 1).status_code == 200  # the same bytes again change nothing
+    assert api.put(new, 1).status_code == 200  # a repeated upload changes nothing
     got = api.get(1)
     assert (got.content, got.headers["etag"]) == (new, Digest.of(new).etag)
     assert api.http.head(api.path(1)).headers["content-length"] == str(len(new))
@@ -93,7 +92,7 @@ def test_an_upload_replaces_the_previous_bytes_and_their_blob_if_no_other_key_ha
     assert (stats["puts"], stats["conflicts"]) == (2, 0)
     assert names(files()) - before == {Digest.of(new).sha256}
 
-    for blob in (old, new, old):  # it may return to previous bytes
+    for blob in (old, new, old):  # an upload may restore previous bytes
         assert api.put(blob, 1).status_code == 201
         assert api.get(1).content == blob
     assert Digest.of(new).sha256 not in names(files())
@@ -174,9 +173,7 @@ def test_audit_log_distinguishes_put_from_overwrite(api, problem):
 
 
 @pytest.mark.parametrize(("phase", "stays"), [("stored", OLD), ("committed", NEW)])
-def test_a_kill_leaves_the_old_artifact_or_the_new_one_whole(
-    start, connect, stored_files, phase, stays
-):
+def test_kill_leaves_the_old_or_the_new_artifact_whole(start, connect, stored_files, phase, stays):
     server = start(command=(sys.executable, "-c", KILLED, phase))
     api = connect(server.url)
     let_overwrite(api)
@@ -196,7 +193,7 @@ def test_a_kill_leaves_the_old_artifact_or_the_new_one_whole(
 
 
 async def assert_whole(opened, server):
-    """Every row has its blob, every blob its row, and the counters fit."""
+    """Assert that every row has its blob, every blob has a row, and the counters match."""
     await server.context.collector.collect_marked()
     async with server.context.database.reading() as connection:
         columns = (artifacts.c.sha256, artifacts.c.size_bytes)
@@ -212,8 +209,8 @@ async def assert_whole(opened, server):
 
 @pytest.mark.sql
 @pytest.mark.parametrize("seed", most_extended([1, 2], quick=[1]))
-async def test_two_servers_that_overwrite_evict_delete_and_read_lose_nothing(opened, seed):
-    """The same few keys and the same few blobs, so that everything meets everything."""
+async def test_servers_that_overwrite_evict_and_delete_at_once_lose_nothing(opened, seed):
+    """The servers use few keys and few blobs, so that all operations meet."""
     randomness = random.Random(seed)
     blobs = [f"version {number} ".encode() * (50 + number) for number in range(6)]
 
@@ -228,7 +225,7 @@ async def test_two_servers_that_overwrite_evict_delete_and_read_lose_nothing(ope
             else:
                 await server.evict_one()
         except ServerError as error:
-            if error.code is not ErrorCode.UNAVAILABLE:  # the same bytes were just being deleted
+            if error.code is not ErrorCode.UNAVAILABLE:  # the same bytes were being deleted
                 raise
 
     async with opened() as one, opened() as two:
@@ -251,7 +248,7 @@ async def test_two_servers_that_overwrite_evict_delete_and_read_lose_nothing(ope
 
 
 def between(server, work):
-    """Does something once after a server has stored a blob, and before it commits the artifact."""
+    """Run work once, after a server has stored a blob and before it commits the artifact."""
     committer = server.context.uploads.committer
     commit = committer.commit
 
@@ -264,7 +261,7 @@ def between(server, work):
 
 
 @pytest.mark.sql
-async def test_overwrite_stays_although_the_artifact_is_evicted_meanwhile(opened):
+async def test_overwrite_stays_although_the_artifact_is_evicted_before_its_commit(opened):
     async with opened() as one, opened() as two:
         await one.put(OLD)
         between(one, two.evict_one)
@@ -275,7 +272,7 @@ async def test_overwrite_stays_although_the_artifact_is_evicted_meanwhile(opened
 
 @pytest.mark.sql
 async def test_old_bytes_stay_if_another_key_is_about_to_use_them(opened):
-    """An upload of the old bytes has found the blob there when the overwrite marks it."""
+    """The overwrite marks the old blob after an upload of equal bytes has found it."""
     async with opened() as one, opened() as two:
         await one.put(OLD, 1)
         between(two, functools.partial(one.put, NEW, 1))
@@ -284,14 +281,14 @@ async def test_old_bytes_stay_if_another_key_is_about_to_use_them(opened):
         except ServerError as error:
             if error.code is not ErrorCode.UNAVAILABLE:
                 raise
-            assert await two.get(2) is None  # refused, and not half there
+            assert await two.get(2) is None  # refused completely
         else:
             assert await two.get(2) == OLD
         await assert_whole(opened, one)
 
 
 async def test_row_replaced_during_healing_and_pinned_is_kept(opened):
-    """Who opened the old row and does not find its blob drops that row only."""
+    """A reader that opened the old row without finding its blob must drop only the old row."""
     async with opened() as server:
         await server.put(OLD)
         await server.pin(0)

@@ -1,4 +1,4 @@
-"""Callers that take their time, or come in crowds: a server waits for each of them with a bound."""
+"""Slow callers and many connections: the server bounds the wait for each."""
 
 import asyncio
 import resource
@@ -18,7 +18,7 @@ from support.wire import Wire
 HEALTH = "GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n"
 
 
-def test_bytes_that_arrive_while_the_server_is_stalled_are_in_time():
+def test_bytes_that_arrive_while_the_server_stalls_are_in_time():
     async def read():
         loop, has_arrived = asyncio.get_running_loop(), asyncio.Event()
         caller, connection = socket.socketpair()
@@ -42,7 +42,7 @@ def test_bytes_that_arrive_while_the_server_is_stalled_are_in_time():
     assert asyncio.run(read()) == [b"x"]
 
 
-def test_as_many_files_may_be_open_as_connections_need(tmp_path):
+def test_server_raises_the_limit_of_open_files_for_its_connections(tmp_path):
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     command = ("prlimit", f"--nofile=1024:{hard}", sys.executable, "-m", "graphstash_server")
     with ServerProcess(tmp_path / "data", "--min-free-bytes", "0", command=command) as server:
@@ -56,7 +56,7 @@ def test_as_many_files_may_be_open_as_connections_need(tmp_path):
     ("files", "connections"),
     [pytest.param(1024, 192, marks=pytest.mark.extended), (300, 11)],
 )
-def test_limit_of_files_bounds_connections_and_leaves_room_for_others(tmp_path, files, connections):
+def test_hard_limit_of_open_files_bounds_the_connections(tmp_path, files, connections):
     environment = {"GRAPHSTASH_MIN_FREE_BYTES": "0", "GRAPHSTASH_HEADER_SECONDS": "600"}
     if files == 300:
         environment["GRAPHSTASH_MAX_CONNECTIONS"] = "500"

@@ -1,9 +1,9 @@
 """No statement costs more in a large store than in a small one.
 
-Every public coroutine of `db.queries` is called on two stores of which one has twelve times as
-many rows in each table. For each statement, the database counts what it does: SQLite its virtual
-machine's instructions, PostgreSQL the rows of each node of the plan. The large store has statistics
-of its own, old ones of the small store, or none.
+The test calls every public coroutine of `db.queries` on two stores, one with twelve times as many
+rows per table. The database counts the cost of each statement: SQLite the instructions of its
+virtual machine, PostgreSQL the rows of each node of the plan. The large store has its own
+statistics, stale ones of the small store, or none.
 """
 
 import asyncio
@@ -62,10 +62,11 @@ pytestmark = [pytest.mark.sql, pytest.mark.anyio]
 SMALL, LARGE = 120, 1440
 PAGE = 50
 KEPT = 20
-"""Artifacts that are pinned, and that are withheld, in either store: administrators decide."""
+"""Number of pinned and of withheld artifacts in either store: administrators decide on both."""
 
 MOST_MORE = 300
-"""Instructions or rows of a statement in the large store, beyond twice those in the small one."""
+"""Allowed instructions or rows of a statement in the large store, above twice those in the small
+one."""
 
 _FEW_ENTRIES = "a namespace has at most 65,536 entries of manifests, and a manifest 4,096"
 _FEW_RUNS = "a namespace and a caller have at most 16,384 reports of runs"
@@ -88,7 +89,7 @@ GROWING = {
     "descriptions.drop_unused_environments": "an hourly chore; artifacts share environments",
     "usage.recount_usage": "a daily chore and `fsck`, which compare all rows in one snapshot",
 }
-"""Functions that may cost more in a large store, and why."""
+"""Functions that may cost more in a large store, with the reason."""
 
 NOW = datetime(2026, 6, 1, tzinfo=UTC)
 BENCH = Namespace("bench")
@@ -99,14 +100,14 @@ SETTLED = {
     *("chores", "identifiers", "namespaces", "recorded_times", "suspensions", "usage"),
     "withdrawal_heads",
 }
-"""Tables that have no more rows in a larger store: a namespace has one, and so has the server."""
+"""Tables with one row per namespace or server, so a larger store has no more rows."""
 
 
 SPECIAL = {"manifest_entries": {"name": NAME}, "withdrawal_heads": {"number": LARGE}}
-"""What rows of a table have in common."""
+"""Values that all rows of a table share."""
 
 LATER = {"audit": {"namespace": "other"}}
-"""What all but the first rows of a table share: a walk from the latest of all meets them first."""
+"""Values that all but the first rows share. A scan from the latest row meets these rows first."""
 
 
 def fingerprint(number):
@@ -132,7 +133,7 @@ def artifact(number):
 
 
 def words_of(number):
-    """What row `number` of any table has in columns of these names."""
+    """Return the values of row `number` in columns of these names, for any table."""
     return {
         **key_values(key(number)),
         "sha256": fingerprint(number),
@@ -163,7 +164,7 @@ def words_of(number):
 
 
 def others_of(number):
-    """What the row has in other columns, by their type."""
+    """Return the row's values in all other columns, by type."""
     return {UtcTime: at(number), sa.Boolean: False, sa.Double: 1.0, sa.String: f"{number:04}"}
 
 
@@ -192,7 +193,7 @@ async def fill(connection, numbers):
 
 
 def arguments_of(count):
-    """Values of parameters by name, or by function and name."""
+    """Return values of parameters, by name or by function and name."""
     last, old = count - 1, at(count - 10)
     keys, digests = [key(n) for n in range(100, 110)], [digest(n) for n in range(100, 110)]
     candidate = Candidate(key(100), digest(100), 4096, 1.0, "jax 1", at(100), -100.0)
@@ -318,7 +319,7 @@ def arguments_of(count):
 
 
 def calls(arguments):
-    """Every public coroutine of the queries with every combination of its arguments."""
+    """Yield every public coroutine of the queries with every combination of its arguments."""
     for module in pkgutil.iter_modules(queries.__path__):
         found = importlib.import_module(f"{queries.__name__}.{module.name}")
         for name in found.__all__:
@@ -341,7 +342,7 @@ def calls(arguments):
 
 
 async def costs_of(url, count):
-    """The cost of the dearest statement of each function, with its text and plan."""
+    """Return the cost, text and plan of each function's most expensive statement."""
     engine = make_engine(make_url(url))
     dearest = defaultdict(lambda: (-1, "", ""))
     statements = []
@@ -368,7 +369,7 @@ async def costs_of(url, count):
             await transaction.rollback()
             for sql, parameters in tuple(statements):
                 transaction = await connection.begin()
-                if "postgresql" in url:  # it may prefer to read all of so small a table
+                if "postgresql" in url:  # it may prefer a full scan of so small a table
                     await connection.exec_driver_sql("SET LOCAL enable_seqscan = off")
                 cost, plan = await explain(driver, sql, parameters)
                 await transaction.rollback()
@@ -378,7 +379,7 @@ async def costs_of(url, count):
 
 
 async def analyze(url):
-    """Gather statistics, on SQLite as maintenance does."""
+    """Gather statistics, on SQLite like the maintenance."""
     database = Database(url)
     if database.is_postgresql:
         async with database.writing() as connection:
@@ -388,7 +389,7 @@ async def analyze(url):
 
 
 async def explain_on_sqlite(driver, sql, parameters):
-    """The instructions that a statement takes, by tens."""
+    """Return the instructions of a statement, rounded to tens, and its plan."""
     count = itertools.count()
     await driver.set_progress_handler(lambda: next(count) < 0, 10)
     with suppress(sqlite3.IntegrityError):  # another statement of the function deletes the row
@@ -399,7 +400,7 @@ async def explain_on_sqlite(driver, sql, parameters):
 
 
 async def explain_on_postgresql(driver, sql, parameters):
-    """The rows that the nodes of a plan read, and filtered out."""
+    """Return the number of rows that the plan's nodes read and filtered out, and the plan."""
     try:
         found = await driver.fetch(f"EXPLAIN (ANALYZE, FORMAT JSON) {sql}", *parameters)
     except asyncpg.UniqueViolationError:
@@ -416,7 +417,7 @@ def rows_of(node):
 
 @pytest.fixture(scope="module", params=["sqlite", "postgresql"])
 def stores(request, tmp_path_factory, is_extended):
-    """A small store, and large ones: without statistics, with old ones, and with its own."""
+    """A small store, and large ones without statistics, with stale ones, and with their own."""
 
     async def make(url, *parts, analyzed_after):
         engine = make_engine(make_url(url))
