@@ -1,4 +1,4 @@
-"""The rules of namespaces: what they let in, what they refuse, and when a server knows them."""
+"""Policies of namespaces: accepted and refused requests, and when a server applies a change."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ def test_policy_is_stored_shown_listed_removed_and_logged(api, problem):
     for rules, named in (
         ({"mode": "sometimes"}, "mode"),
         ({"limit_bytes": 0}, "limit_bytes"),
-        ({"requests_per_second": 1e-310}, "requests_per_second"),  # for ever is no number
+        ({"requests_per_second": 1e-310}, "requests_per_second"),  # its pause overflows
         ({"moda": "read_only"}, "moda"),
     ):
         problem(api.http.put(policy_path(api), json=rules), 400, "invalid_request", named)
@@ -81,8 +81,8 @@ def test_read_only_namespace_serves_artifacts_and_refuses_writes(api, problem, f
         problem(api.put(blob, 1), 403, "read_only")
     manifest = f"/v1/{api.namespace}/manifests/job"
     problem(api.http.put(manifest, json={"keys": [api.key(1)]}), 403, "read_only")
-    problem(api.acquire(2, wait=1), 403, "read_only")  # a compile for which nobody should wait
-    status, refused = announce(api, 300_000_000)  # before its body is read
+    problem(api.acquire(2, wait=1), 403, "read_only")  # no caller should wait for this compile
+    status, refused = announce(api, 300_000_000)  # before the server reads the body
     assert (status, refused["code"]) == (403, "read_only")
 
     assert (files(), api.stats()) == before
@@ -91,7 +91,7 @@ def test_read_only_namespace_serves_artifacts_and_refuses_writes(api, problem, f
 
 
 def announce(api, size_bytes):
-    """What is answered to the headers of an upload whose body never comes."""
+    """Return the answer to the headers of an upload whose body never arrives."""
     announced = Digest("0" * 64, size_bytes)
     with Wire(api.url) as wire:
         answer = wire.ask(put_head(api.path(), announced, "Expect: 100-continue"))
@@ -99,7 +99,7 @@ def announce(api, size_bytes):
     return answer.status, answer.problem
 
 
-def test_the_smaller_of_two_limits_of_an_artifact_counts(api, problem, files):
+def test_smaller_limit_of_policy_and_settings_applies_to_artifacts(api, problem, files):
     give(api, max_artifact_bytes=1000)
     before = files()
 
@@ -114,7 +114,7 @@ def test_the_smaller_of_two_limits_of_an_artifact_counts(api, problem, files):
     assert "GRAPHSTASH_MAX_ARTIFACT_BYTES" in refused["detail"]
 
 
-def test_the_limit_of_a_policy_wins_over_the_servers_settings(tmp_path, connect):
+def test_limit_of_a_policy_overrides_the_servers_settings(tmp_path, connect):
     limits = {"te*": 10_000}
     with LiveServer(tmp_path, log_level="error", namespace_limits=limits) as server:
         api = connect(server.url)
@@ -138,7 +138,7 @@ def test_requests_over_the_rate_get_a_retry_after(api, connect, problem):
     assert other.get(1).status_code == 404
 
 
-def test_a_bucket_holds_one_second_and_fills_with_time():
+def test_bucket_holds_the_requests_of_one_second_and_refills():
     clock = FakeClock()
     buckets = Buckets(seconds=clock.steady)
     rates = Rates(buckets)
@@ -188,19 +188,19 @@ async def test_another_server_applies_change_after_two_seconds(opened):
         opened.clock.turn(2)
         assert await there.of(TEAM) == READ_ONLY
 
-        opened.clock.jump(-3600)  # nothing but the rows themselves says whether one has changed
+        opened.clock.jump(-3600)  # only the rows themselves record changes
         await here.put(TEAM, NamespacePolicy(anonymous_read=True), ACTOR)
         opened.clock.turn(2)
         assert (await there.of(TEAM)).anonymous_read
 
-        async with one.context.database.writing() as connection:  # as a later release may
+        async with one.context.database.writing() as connection:  # like a later release
             await connection.execute(sa.update(namespaces).values(mode="append_only"))
         opened.clock.turn(2)
         assert (await there.of(TEAM)).mode is WriteMode.READ_ONLY
 
 
 @pytest.mark.filterwarnings("ignore:.*fork")  # of JAX, and of Python 3.12
-def test_worker_that_is_frozen_inside_a_bucket_does_not_stop_the_others():
+def test_worker_frozen_inside_a_bucket_does_not_block_other_workers():
     context = multiprocessing.get_context("fork")
     is_inside, hold = context.Event(), context.Event()
     first_in_child = [True]
@@ -232,7 +232,7 @@ def policies_of(server, clock, database=None):
 
 
 class Counted:
-    """A database that counts how often it is asked, and may be late or broken."""
+    """A database that counts its queries, and can be slow or broken."""
 
     def __init__(self, database):
         self.asked = 0
@@ -261,7 +261,7 @@ async def test_cached_policy_holds_for_one_minute_without_database(opened):
         opened.clock.turn(59)
         assert await policies.of(TEAM) == READ_ONLY
         assert await policies.of(TEAM) == READ_ONLY
-        assert database.asked == 3  # a failing database is not asked by every request
+        assert database.asked == 3  # one query for a failing database, not one per request
         opened.clock.turn(2)
         with pytest.raises(ServerError) as refused:
             await policies.of(TEAM)
@@ -270,7 +270,7 @@ async def test_cached_policy_holds_for_one_minute_without_database(opened):
         assert await policies.of(TEAM) == READ_ONLY
 
 
-async def test_a_hundred_requests_do_not_queue_for_a_database_that_never_answered(opened):
+async def test_requests_share_one_query_to_a_database_that_never_answered(opened):
     async with opened() as server:
         database = Counted(server.context.database)
         policies = policies_of(server, opened.clock, database)
@@ -288,7 +288,7 @@ async def test_a_hundred_requests_do_not_queue_for_a_database_that_never_answere
 
 
 @pytest.mark.sql
-def test_many_namespaces_are_given_policies_at_once(api):
+def test_policies_of_many_namespaces_can_be_set_at_once(api):
     def put(number):
         path = f"/v1/-/namespaces/{api.namespace}-{number % 3}"
         return api.http.put(path, json={"limit_bytes": number + 1}).status_code

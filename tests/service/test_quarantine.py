@@ -1,5 +1,4 @@
-"""Artifacts that were reported as wrong: nobody gets them, nothing takes their place, and an admin
-decides."""
+"""Artifacts reported as wrong: no caller gets them, and only an administrator releases them."""
 
 import asyncio
 import json
@@ -41,7 +40,7 @@ def without_request(answer):
     return {name: value for name, value in answer.json().items() if name != "instance"}
 
 
-def test_a_reported_artifact_is_absent_for_all_callers(api, problem):
+def test_reported_artifact_is_absent_for_all_callers(api, problem):
     absent = without_request(api.get())
     api.put(BLOB)
     assert api.get().status_code == 200
@@ -62,7 +61,7 @@ def test_a_reported_artifact_is_absent_for_all_callers(api, problem):
     assert api.acquire().json()["state"] == "granted"
 
 
-def test_the_key_of_a_withheld_artifact_takes_no_upload(api, problem, files):
+def test_upload_to_the_key_of_a_withheld_artifact_is_refused(api, problem, files):
     api.put(BLOB)
     api.report(BLOB)
     before = files()
@@ -82,7 +81,7 @@ def test_withheld_artifact_is_listed_counted_released_and_audited(api, problem):
     api.put(BLOB, 1, Graphstash_Metadata=metadata.to_header())
     api.put(b"right", 2)
     before = api.http.get("/v1/stats").json()["reported"]
-    for reason in ("unsigned", "unknown_key"):  # it depends on the keys of whoever reports
+    for reason in ("unsigned", "unknown_key"):  # depends on the reporter's keys
         assert api.report(BLOB, 1, reason=reason).json() == {"found": True, "withheld": False}
     assert withheld(api) == []
 
@@ -153,7 +152,7 @@ async def test_withheld_artifact_is_neither_evicted_nor_retired_until_released(o
 
 
 @pytest.mark.sql
-async def test_report_goes_with_an_artifact_that_loses_its_blob_or_its_row(opened):
+async def test_report_is_removed_with_the_row_or_blob_of_its_artifact(opened):
     async with opened() as server:
         await server.put(BLOB)
         await withhold(server)
@@ -165,7 +164,7 @@ async def test_report_goes_with_an_artifact_that_loses_its_blob_or_its_row(opene
         await withhold(server, blob=b"right")
         assert (await server.used()).withheld == 1
         async with server.context.database.writing() as connection:
-            await connection.execute(sa.delete(artifacts))  # as a release without reports
+            await connection.execute(sa.delete(artifacts))  # like a release without reports
         assert (await server.used()).withheld == 0
         await server.put(BLOB)
         assert (await server.used()).withheld == 0
@@ -204,8 +203,8 @@ async def test_concurrent_report_and_overwrite_end_in_one_of_two_states(opened):
 
 
 @pytest.mark.parametrize(("flips", "is_withheld"), [(1, False), (2, True)])
-async def test_a_bit_flipped_on_the_way_confirms_no_report(opened, tmp_path, flips, is_withheld):
-    """The second of two wrong looks stands for an envelope that is wrong where it is stored."""
+async def test_bit_flipped_on_the_way_confirms_no_report(opened, tmp_path, flips, is_withheld):
+    """A second wrong read stands for an envelope that is wrong in the store."""
     blob = sealed(tmp_path, key_of(1).key, b"payload").path.read_bytes()
     request = ReportRequest(
         key=key_of(1).key, digest=str(Digest.of(blob)), reason=ReportReason.BAD_SIGNATURE
@@ -229,8 +228,8 @@ async def test_a_bit_flipped_on_the_way_confirms_no_report(opened, tmp_path, fli
 
 
 @pytest.mark.sql
-async def test_a_party_that_reports_with_several_tokens_withholds_nothing(opened, tmp_path):
-    """Such as a subject that has exchanged several JWTs: its tokens have different names."""
+async def test_party_that_reports_with_several_tokens_withholds_nothing(opened, tmp_path):
+    """For example a subject that exchanged several JWTs: its tokens have different names."""
     blob = sealed(tmp_path, key_of(1).key, b"payload").path.read_bytes()
     request = ReportRequest(
         key=key_of(1).key, digest=str(Digest.of(blob)), reason=ReportReason.CORRUPT

@@ -1,4 +1,4 @@
-"""Which part of an artifact is asked for: Range, If-Range, and what cannot be satisfied."""
+"""Range and If-Range: valid, ignored and unsatisfiable headers."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def test_one_range_is_served_as_asked(api):
         assert answer.headers["etag"] == Digest.of(BLOB).etag
 
 
-def test_a_header_that_is_not_one_range_gets_the_whole_artifact(api):
+def test_header_that_is_not_one_range_returns_the_whole_artifact(api):
     api.put(BLOB)
     for asked in (
         *("bytes=0-1,5-6", "bytes=9-5", "bytes=-", "bytes=a-b", "lines=0-1", "bytes=0x10-"),
@@ -40,7 +40,7 @@ def test_a_header_that_is_not_one_range_gets_the_whole_artifact(api):
         assert "content-range" not in answer.headers
 
 
-def test_a_range_without_a_byte_cannot_be_satisfied(api, problem):
+def test_range_without_a_byte_is_not_satisfiable(api, problem):
     api.put(BLOB)
     api.put(b"", 1)
     for asked in (f"bytes={SIZE}-", "bytes=99999-100000", "bytes=-0"):
@@ -51,8 +51,8 @@ def test_a_range_without_a_byte_cannot_be_satisfied(api, problem):
     problem(api.get(1, Range="bytes=0-"), 416, "range_not_satisfiable")
 
 
-def test_conditions_come_before_the_range(api):
-    """Only the same version is served in part."""
+def test_conditions_are_evaluated_before_the_range(api):
+    """The server sends a part only of the same version."""
     api.put(BLOB)
     etag = Digest.of(BLOB).etag
     for condition, status in (

@@ -1,4 +1,4 @@
-"""Blobs in S3: nothing that the bucket does loses a row, and only what is lost is a miss."""
+"""Blobs in S3: no failure of the bucket loses a row, and only a lost blob is a miss."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ from support.s3_proxy import S3Fault, S3Proxy
 from support.waiting import until
 
 SMALL = b"small" * 1000
-LARGE = bytes(range(256)) * 20_000  # 5 MB: it does not fit into the sockets' buffers
+LARGE = bytes(range(256)) * 20_000  # 5 MB, more than the sockets' buffers
 PARTS = bytes(MULTIPART_BYTES + 5_000_000)
 IN_S3 = "/blobs/sha256/"
 
@@ -43,7 +43,7 @@ def bucket(moto):
 
 @pytest.fixture
 def impatient(monkeypatch):
-    """A bucket that fails is not asked again."""
+    """Disable retries of failed requests to the bucket."""
     monkeypatch.setattr(bucket_module, "_ATTEMPTS", 1)
 
 
@@ -77,7 +77,7 @@ def uploads_in_parts(moto, bucket):
 
 
 class TestTrouble:
-    def test_every_answer_is_503_and_no_row_is_lost(self, api, proxy, problem):
+    def test_failing_bucket_gives_503_and_loses_no_row(self, api, proxy, problem):
         api.put(SMALL, 1)
         api.put(LARGE, 3)
         new = iter(range(10, 100))
@@ -90,7 +90,7 @@ class TestTrouble:
             answer = api.get(1)
             problem(answer, 503, "unavailable", "")
             assert int(answer.headers["Retry-After"]) > 0
-            if fault is not S3Fault.CUT:  # which strikes bodies only
+            if fault is not S3Fault.CUT:  # affects bodies only
                 problem(api.put(b"other", number), 503, "unavailable", "")
                 assert api.http.head(api.path(1)).status_code == 503
 
@@ -104,14 +104,14 @@ class TestTrouble:
             problem(api.put(b"other", 2), 503, "unavailable", "")
         assert api.get(1).content == SMALL
 
-        for fault in (S3Fault.CUT, S3Fault.CUT_BY_RESET):  # where the answer has begun
+        for fault in (S3Fault.CUT, S3Fault.CUT_BY_RESET):  # after the start of the answer
             proxy.fault = fault
             with pytest.raises(httpx.RemoteProtocolError):
                 api.get(3)
             proxy.fault = S3Fault.NONE
             assert api.get(3).content == LARGE
 
-    def test_no_answer_is_503_and_no_row_is_lost(
+    def test_silent_bucket_gives_503_and_loses_no_row(
         self, *, tmp_path, proxy, bucket, impatient, monkeypatch, connect, problem
     ):
         settings = s3_settings(proxy.url, bucket, log_level="error")
@@ -127,12 +127,10 @@ class TestTrouble:
             proxy.fault = S3Fault.NONE
             assert api.get(1).content == SMALL
 
-    def test_a_lost_object_is_a_miss_and_a_lost_bucket_is_503(
-        self, api, proxy, moto, bucket, problem
-    ):
+    def test_lost_object_is_a_miss_but_lost_bucket_is_503(self, api, proxy, moto, bucket, problem):
         api.put(SMALL, 1)
-        # A bucket that was away for one request: the HEAD of the object got a 404 without a body,
-        # and the HEAD of the bucket that follows does not.
+        # The bucket was missing for one request: the HEAD of the object returned 404 without a
+        # body, but the next HEAD of the bucket succeeds.
         proxy.strikes, proxy.left = (lambda seen: seen.method == "HEAD"), 1
         proxy.fault = S3Fault.NO_BUCKET
         assert api.http.head(api.path(1)).status_code == 200
@@ -158,7 +156,7 @@ class TestTrouble:
         assert await read_blob(store, Digest.of(SMALL)) == SMALL
         await store.close()
 
-    async def test_the_cause_is_logged_in_one_line_however_many_fail(self, store, proxy, caplog):
+    async def test_one_line_logs_the_cause_of_many_failures(self, store, proxy, caplog):
         proxy.fault = S3Fault.FORBIDDEN
 
         calls = (store.stat(Digest.of(bytes([number]))) for number in range(20))
@@ -171,9 +169,7 @@ class TestTrouble:
 
 
 class TestPut:
-    async def test_a_blob_is_sent_whole_or_in_parts_with_checksums(
-        self, store, proxy, moto, bucket
-    ):
+    async def test_blob_is_sent_whole_or_in_parts_with_checksums(self, store, proxy, moto, bucket):
         before = len(proxy.seen)
         await put(store, SMALL)
 
@@ -193,7 +189,7 @@ class TestPut:
         assert await store.stat(Digest.of(PARTS)) == len(PARTS)
         assert uploads_in_parts(moto, bucket) == []
 
-    async def test_a_part_that_fails_leaves_nothing(self, store, proxy, moto, bucket):
+    async def test_failed_part_leaves_no_object(self, store, proxy, moto, bucket):
         proxy.fault = S3Fault.FAILING
         proxy.strikes = lambda seen: "partNumber=2" in seen.target
 
@@ -203,9 +199,7 @@ class TestPut:
         assert refusal.value.code is ErrorCode.UNAVAILABLE
         assert (objects(moto, bucket), uploads_in_parts(moto, bucket)) == ([], [])
 
-    async def test_a_put_that_is_cancelled_leaves_nothing(
-        self, store, proxy, moto, bucket, monkeypatch
-    ):
+    async def test_cancelled_put_leaves_no_object(self, store, proxy, moto, bucket, monkeypatch):
         struck = threading.Event()
         proxy.fault = S3Fault.HANG
         proxy.strikes = lambda seen: "partNumber=3" in seen.target and (struck.set() or True)
@@ -214,7 +208,7 @@ class TestPut:
         await asyncio.to_thread(struck.wait)
         task.cancel()
         proxy.resume.set()
-        # The end of the connection may be noticed before the cancellation.
+        # The end of the connection may precede the cancellation.
         await asyncio.gather(task, return_exceptions=True)
         await store.close()  # its threads clean up
 
@@ -228,7 +222,7 @@ class TestPut:
 
         assert len(proxy.seen) == before
 
-    async def test_a_full_spool_is_507_before_a_byte_is_read(self, tmp_path, proxy, bucket):
+    async def test_full_spool_gives_507_before_the_body_is_read(self, tmp_path, proxy, bucket):
         settings = s3_settings(proxy.url, bucket, min_free_bytes=2**60)
         store = S3BlobStore(load_settings(data_dir=tmp_path, **settings))
 
@@ -238,7 +232,7 @@ class TestPut:
 
         with pytest.raises(NoSpaceError):
             await store.put(Digest.of(LARGE), unread())
-        await put(store, SMALL)  # which needs no room
+        await put(store, SMALL)  # needs no room
         await store.close()
 
     async def test_failing_disk_of_the_spool_is_named_instead_of_the_bucket(self, store, tmp_path):
@@ -256,7 +250,7 @@ class TestPut:
         for key in ("blobs/sha256/ab/lost", "somebody/else"):
             swift.client.create_multipart_upload(Bucket=bucket, Key=key)
         await S3BlobStore(settings).close()
-        assert len(uploads_in_parts(swift, bucket)) == 2  # they are young
+        assert len(uploads_in_parts(swift, bucket)) == 2  # too young
 
         monkeypatch.setattr(s3_module, "_ABANDONED_AGE", timedelta(hours=-1))
         store = S3BlobStore(settings)
@@ -268,8 +262,8 @@ class TestPut:
 
 class TestRead:
     async def test_read_takes_one_request_and_fails_for_deleted_blob(self, store, proxy):
-        """An absent blob takes another one for the bucket: a gateway that answers 404 to
-        everything may have come up a second ago.
+        """An absent blob takes another request, for the bucket: a gateway that started a second ago
+        may answer 404 to everything.
         """
         digest = Digest.of(LARGE)
         await put(store, LARGE)
@@ -290,7 +284,7 @@ class TestRead:
                 pass
         await reader.close()
 
-    async def test_a_link_is_for_large_blobs_and_needs_no_credentials(self, tmp_path, moto, bucket):
+    async def test_link_is_for_large_blobs_and_needs_no_credentials(self, tmp_path, moto, bucket):
         settings = s3_settings(moto.url, bucket, s3_redirect_bytes=len(LARGE))
         store = S3BlobStore(load_settings(data_dir=tmp_path, **settings))
         await put(store, LARGE)
@@ -305,7 +299,7 @@ class TestRead:
 
 
 async def refused(tmp_path, url, bucket, **more):
-    """The line with which a server does not start."""
+    """Return the line with which a server refuses to start."""
     settings = load_settings(data_dir=tmp_path, **s3_settings(url, bucket, **more))
     with pytest.raises(StartError) as refusal:
         async with open_blob_store(settings):
@@ -343,7 +337,7 @@ async def test_bucket_that_cannot_be_used_is_refused_at_start(
 def test_wrong_s3_credentials_are_refused_and_revoked_ones_lose_no_row(
     tmp_path, swift, monkeypatch, connect, problem
 ):
-    """Swift checks signatures, which moto does not."""
+    """Swift checks signatures, but moto does not."""
     settings = s3_settings(swift.url, swift.new_bucket(), log_level="error")
     with monkeypatch.context() as patch:
         patch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
@@ -366,8 +360,8 @@ def test_wrong_s3_credentials_are_refused_and_revoked_ones_lose_no_row(
 
 
 @pytest.mark.extended
-def test_memory_stays_bounded(tmp_path, moto, bucket, connect):
-    """Of a server in a process of its own, with spool and tier."""
+def test_memory_stays_bounded_with_spool_and_tier(tmp_path, moto, bucket, connect):
+    """Measures a server process with spool and tier."""
     settings = s3_settings(moto.url, bucket, tier_limit_bytes="1GiB")
     environment = {f"GRAPHSTASH_{name.upper()}": str(value) for name, value in settings.items()}
     blob = bytes(200 * 1024**2)

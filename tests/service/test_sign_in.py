@@ -1,4 +1,4 @@
-"""Signing in to the dashboard: the cookie, what it opens, and what it does not."""
+"""Signing in to the dashboard: the cookie, its rights, and its end."""
 
 import html
 import re
@@ -22,7 +22,7 @@ SIGNED_IN = "Sign out"
 
 
 def cookie_of(answer):
-    """The name of the cookie that an answer sets, and its attributes."""
+    """Return the name and the attributes of the cookie that an answer sets."""
     jar = SimpleCookie(answer.headers["set-cookie"])
     ((name, morsel),) = jar.items()
     return name, morsel
@@ -41,9 +41,7 @@ def signed_in(guarded):
         )
 
 
-def test_the_cookie_is_strict_short_lived_and_opens_pages_only(
-    guarded, token, namespace, signed_in
-):
+def test_cookie_is_strict_short_lived_and_opens_pages_only(guarded, token, namespace, signed_in):
     client = signed_in(token)
     answer = client.answer
     name, cookie = cookie_of(answer)
@@ -63,9 +61,9 @@ def test_the_cookie_is_strict_short_lived_and_opens_pages_only(
         assert client.get(path).status_code == 401, path
 
 
-def test_over_tls_the_cookie_is_bound_to_the_host_and_no_other_counts(guarded, token, signed_in):
-    """A proxy ends TLS: the Origin that the browser names says so, or the proxy. Without TLS, any
-    server of the domain can set a cookie, and choose who a browser is.
+def test_cookie_over_tls_is_bound_to_the_host(guarded, token, signed_in):
+    """A proxy ends TLS, as the browser's Origin or the proxy's header shows. Without TLS, any
+    server of the domain can set a cookie, and sign a browser in as another user.
     """
     for headers in (
         {"Origin": guarded.url.replace("http:", "https:")},
@@ -106,7 +104,7 @@ def test_invalid_token_form_or_cookie_is_refused(guarded, token, signed_in):
 
 
 @pytest.mark.parametrize("form", ["/sign-in", "/sign-out"])
-def test_a_form_of_another_site_changes_nothing(guarded, token, signed_in, form):
+def test_form_of_another_site_changes_nothing(guarded, token, signed_in, form):
     own = guarded.url
     client = signed_in(token)
     for headers in (
@@ -127,8 +125,7 @@ def test_a_form_of_another_site_changes_nothing(guarded, token, signed_in, form)
     assert SIGNED_IN in client.get("/search").text
 
 
-def test_a_session_ends_with_a_sign_out_another_sign_in_or_its_token(guarded, token, signed_in):
-    """Wherever its cookie is."""
+def test_session_ends_with_sign_out_new_sign_in_or_its_token(guarded, token, signed_in):
 
     def shows(cookies):
         with httpx.Client(base_url=guarded.url, headers=HTML, cookies=cookies) as thief:
@@ -176,7 +173,7 @@ def test_redirect_after_sign_in_keeps_the_search_and_stays_on_this_server(
 
 
 def test_open_server_offers_no_sign_in(live_server):
-    """Nobody had to prove a token there, and a server on the same database would believe it."""
+    """It verifies no token, but a guarded server on its database would accept the session."""
     page = httpx.get(live_server.url + "/search", headers=HTML)
     assert page.status_code == 200
     assert "Sign in" not in page.text
@@ -191,7 +188,7 @@ def test_open_server_offers_no_sign_in(live_server):
 
 
 @pytest.mark.sql
-async def test_session_counts_at_every_server_until_it_or_its_token_ends(opened):
+async def test_session_is_valid_on_every_server_until_it_or_its_token_ends(opened):
     async with opened(auth="tokens") as one, opened(auth="tokens") as other:
         sessions = one.context.sessions
         tokens, soon = one.context.tokens, opened.clock.now + timedelta(seconds=60)
@@ -206,7 +203,7 @@ async def test_session_counts_at_every_server_until_it_or_its_token_ends(opened)
         assert found.principal.name == void.principal.name
 
         await tokens.revoke(revoked.info.id, actor=ACTOR)
-        opened.clock.turn(3)  # another server may have asked two seconds ago
+        opened.clock.turn(3)  # the other server may have a result that is two seconds old
         assert await other.context.sessions.find(void.id) is None
         opened.clock.turn(58)
         assert await sessions.find(short.id) is None

@@ -1,4 +1,4 @@
-"""No room: 507 before the body, 507 in the middle of it, and reading goes on."""
+"""No room: uploads get 507 before or within the body, and reads continue."""
 
 import re
 import sys
@@ -17,7 +17,7 @@ main()
 """
 
 
-def test_an_upload_over_the_store_limit_is_refused_when_everything_is_pinned(
+def test_upload_over_the_store_limit_is_refused_if_everything_is_pinned(
     tmp_path, connect, problem, stored_files
 ):
     with LiveServer(tmp_path, store_limit_bytes=150_000, log_level="error") as server:
@@ -28,18 +28,18 @@ def test_an_upload_over_the_store_limit_is_refused_when_everything_is_pinned(
 
         refused = problem(api.put(BLOB + b"1", 1), 507, "insufficient_storage")
         assert refused["limit"] == 150_000
-        # What all namespaces store together is nothing for a caller of one.
+        # The total of all namespaces is not shown to a caller of one.
         assert re.findall(r"\d+", refused["detail"]) == ["102401", "150000"]
         assert len(stored_files(tmp_path)) == 1
         assert api.get(0).content == BLOB
         assert api.http.get("/readyz").status_code == 200
         api.http.delete(api.path(0))
         assert api.put(BLOB + b"2", 2).status_code == 201
-        assert api.put(BLOB + b"3", 3).status_code == 201  # the one before makes room
+        assert api.put(BLOB + b"3", 3).status_code == 201  # evicts the previous artifact
         assert api.get(2).status_code == 404
 
 
-def test_head_room_is_kept_on_the_disk(tmp_path, connect, problem, stored_files):
+def test_upload_into_reserved_disk_space_is_refused(tmp_path, connect, problem, stored_files):
     with LiveServer(tmp_path, min_free_bytes="1000TiB", log_level="error") as server:
         api = connect(server.url)
 
@@ -54,8 +54,8 @@ def test_head_room_is_kept_on_the_disk(tmp_path, connect, problem, stored_files)
 
 
 def test_full_disk_refuses_uploads_and_rows_and_serves_reads(start, connect, problem, stored_files):
-    """The process may write files of 400 kB only: the kernel says "full" as a disk would, and the
-    log of the database cannot grow, which is an I/O error to SQLite.
+    """The process may write files of at most 400 kB. The kernel then reports a full disk. The
+    database's log cannot grow, which is an I/O error for SQLite.
     """
     server = start("--log-level", "error", command=(sys.executable, "-c", LIMITED))
     api = connect(server.url)

@@ -1,4 +1,4 @@
-"""Starting the server: options, environment, and what is refused in one clear line."""
+"""Starting the server: options, environment, and one clear line for each refusal."""
 
 import asyncio
 import os
@@ -34,7 +34,7 @@ from support.waiting import until
 
 @pytest.fixture
 def refusal(process_environment, tmp_path):
-    """Runs a server that does not start, and gives the one line that says why."""
+    """Run a server that does not start. Return the line with the reason."""
 
     def refuse(*options, status, data_dir=tmp_path / "d"):
         said = captured(
@@ -156,7 +156,7 @@ def test_invalid_variable_is_named_with_value_and_range(monkeypatch):
         assert named in str(refusal.value)
 
 
-def test_options_win_over_the_environment_and_sizes_have_units(monkeypatch, tmp_path):
+def test_options_override_the_environment_and_sizes_have_units(monkeypatch, tmp_path):
     monkeypatch.setenv("GRAPHSTASH_PORT", "1234")
     monkeypatch.setenv("GRAPHSTASH_MAX_ARTIFACT_BYTES", "2GiB")
     assert [load_settings(port=port).port for port in (None, 4321)] == [1234, 4321]
@@ -173,8 +173,8 @@ def test_options_win_over_the_environment_and_sizes_have_units(monkeypatch, tmp_
         load_settings(workers="x")
 
 
-def test_a_server_does_not_start_beside_an_empty_store(postgres, tmp_path, connect):
-    """Its directory was not mounted, or another host's was: it would heal every artifact away."""
+def test_server_does_not_start_with_an_empty_store(postgres, tmp_path, connect):
+    """If the directory is not mounted, the server would drop every artifact as lost."""
     url = postgres.new_database()
     with LiveServer(tmp_path / "mounted", database_url=url, log_level="error") as server:
         assert connect(server.url).put(b"precious", 1).status_code == 201
@@ -196,7 +196,7 @@ def outdated(postgres):
 
 @pytest.fixture
 def starting(process_environment, tmp_path):
-    """Starts a server on a port and does not wait until it serves."""
+    """Start a server on a port without waiting until it serves."""
 
     @contextmanager
     def start(port, database, *options):
@@ -240,7 +240,7 @@ def health(url, **options):
 async def test_starting_server_refuses_connections_until_it_answers(
     starting, refusal, outdated, tmp_path, workers
 ):
-    """Its migration waits for a transaction, which the log names."""
+    """The server's migration waits for a transaction, and the log names the transaction."""
     port = reserved_port()
     own = own_socket_path({"XDG_STATE_HOME": str(tmp_path / "state")})
     log = tmp_path / "log"
@@ -291,7 +291,7 @@ async def test_migration_behind_a_lasting_transaction_ends_with_one_line(
 
 
 @pytest.mark.anyio
-async def test_start_names_a_database_that_does_not_answer_for_its_revision(
+async def test_start_fails_if_the_database_does_not_return_its_revision(
     outdated, tmp_path, monkeypatch
 ):
     settings = load_settings(database_url=outdated, data_dir=tmp_path)
@@ -305,7 +305,7 @@ async def test_start_names_a_database_that_does_not_answer_for_its_revision(
     await prepare_database(settings, is_migrating=True)
 
 
-def test_server_whose_first_workers_are_killed_again_and_again_ends(start):
+def test_server_whose_first_workers_are_killed_repeatedly_ends(start):
     killed = "import os, graphstash_server.app as app; from graphstash_server.__main__ import main;"
     killed += "app.open_context = lambda *_, **__: os.kill(os.getpid(), 9); main()"
 
@@ -316,7 +316,7 @@ def test_server_whose_first_workers_are_killed_again_and_again_ends(start):
     assert "was killed by SIGKILL: the server cannot start" in str(failure.value)
 
 
-def test_start_does_not_wait_for_ever_for_a_suspended_process(tmp_path, monkeypatch, caplog):
+def test_start_waits_a_limited_time_for_a_suspended_process(tmp_path, monkeypatch, caplog):
     suspended, waiting = (ServerLock(tmp_path / "server.lock") for _ in range(2))
     assert (suspended.was_alone, waiting.was_alone) == (True, False)
     monkeypatch.setattr(file_locks, "_WAIT_SECONDS", 0)

@@ -1,4 +1,4 @@
-"""What requests cost the database: how many statements each takes, and who shares one."""
+"""Number of database statements per request, and requests that share a statement."""
 
 import asyncio
 import functools
@@ -36,13 +36,13 @@ ONCE = NamespacePolicy()
 
 
 def read_in_threads(monkeypatch):
-    """SQLite's rows are far away, for the event loop: each read that it makes itself is cheaper
-    than to share one.
+    """Let threads read SQLite, as on a slow disk. Otherwise the event loop reads each row itself,
+    which is cheaper than sharing a read.
     """
     monkeypatch.setattr(SqliteHere, "fetch", lambda *_: None)
 
 
-async def test_artifact_that_is_not_in_memory_costs_its_readers_one_statement(opened, monkeypatch):
+async def test_concurrent_readers_of_an_uncached_artifact_share_one_statement(opened, monkeypatch):
     async with opened() as one, opened() as other:
         await one.put(b"blob", policy=ONCE)
         with recorded() as statements:
@@ -65,8 +65,8 @@ async def test_artifact_that_is_not_in_memory_costs_its_readers_one_statement(op
         assert len(statements) == 2
 
 
-async def test_a_read_that_has_begun_is_not_joined(opened, monkeypatch):
-    """It may have missed what was stored since, and whoever asks then must find that."""
+async def test_request_does_not_join_a_read_that_has_begun(opened, monkeypatch):
+    """A read that began before an upload may miss it, but a request after the upload must not."""
     has_read, may_return = asyncio.Event(), asyncio.Event()
 
     def held_back(fetch):
@@ -102,15 +102,16 @@ async def test_deleted_replaced_or_evicted_artifact_is_not_served_from_memory(op
         assert await server.get(1) is None
         assert await server.get(2) == b"new"
         await server.context.evictor.shrink(None, goal_bytes=0, actor=ACTOR, reason="by this test")
-        assert await server.get(2) is None  # though its blob is there
+        assert await server.get(2) is None  # although its blob exists
 
 
-async def test_an_upload_alone_takes_few_statements(opened):
+async def test_single_upload_takes_few_statements(opened):
     async with opened() as server:
         await server.put(b"the first", 99, policy=ONCE)
         with recorded() as statements:
             await server.put(b"blob", policy=ONCE)
-        # Two reads; the locks, marks and names of blobs; the artifact, counters, lease, news, log.
+        # Two reads; the locks, marks and names of blobs; artifact, counters, lease, notification,
+        # log.
         assert len(statements) <= (11 if server.context.database.is_postgresql else 8), statements
 
 
@@ -141,7 +142,7 @@ async def test_uploads_that_wait_for_a_commit_share_statements(opened, monkeypat
     assert 1 <= sum("INTO audit" in each.sql for each in statements) <= 2, statements
 
 
-async def test_calls_take_few_statements_however_many_keys_they_name(opened):
+async def test_number_of_statements_does_not_depend_on_the_number_of_keys(opened):
     async with opened() as server:
         await asyncio.gather(*(server.put(b"%04d" % number, number) for number in range(40)))
         with recorded() as statements:
@@ -165,7 +166,7 @@ async def test_calls_take_few_statements_however_many_keys_they_name(opened):
             with recorded() as statements:
                 entries, _ = await merge(TEAM, "job", named, writer="", actor=ACTOR)
             assert len(entries) == len(named)
-            # Policies are read every two seconds.
+            # The server reads policies every two seconds.
             counts.append(sum("FROM namespaces" not in each.sql for each in statements))
         assert counts[0] == counts[1]
 
@@ -180,12 +181,12 @@ async def test_upload_single_read_and_transaction_return_same_row(opened):
         async with database.writing_in_steps() as steps:
             assert await steps.run(lambda each: find_stored(each, key_of())) == alone
         assert alone.created_at.utcoffset() == timedelta(0)
-        for each in (server, other):  # in memory since the upload, and from the database
+        for each in (server, other):  # cached since the upload, and from the database
             assert (await each.context.artifacts.open(key_of())).row == alone
 
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-async def test_counts_of_many_namespaces_share_a_transaction(opened, monkeypatch):
+async def test_counters_of_many_namespaces_share_a_transaction(opened, monkeypatch):
     names = [f"team-{number}" for number in range(300)]
     begun = 0
     begin = SqliteTransaction._begin
@@ -212,7 +213,7 @@ async def test_counts_of_many_namespaces_share_a_transaction(opened, monkeypatch
         assert [UsageChange(*counters).hits for _, *counters in written] == [1] * 300
 
 
-async def test_failing_step_leaves_nothing_behind(opened):
+async def test_failing_step_rolls_back_its_transaction(opened):
     def add_many(connection):
         return add_usage(connection, "team", UsageChange(hits=100))
 
@@ -257,7 +258,7 @@ async def test_step_of_cancelled_caller_blocks_no_other_step(opened):
 
 
 async def test_caller_cancelled_repeatedly_waits_for_the_thread(tmp_path):
-    """The transaction would go on behind the back of the next one."""
+    """Otherwise the transaction would continue while the next one runs."""
     database = Database(f"sqlite+aiosqlite:///{tmp_path / 'db'}")
     has_begun, may_end = threading.Event(), threading.Event()
 
@@ -281,8 +282,8 @@ async def test_caller_cancelled_repeatedly_waits_for_the_thread(tmp_path):
     await database.close()
 
 
-async def test_a_statement_whose_caller_is_cancelled_leaves_no_lock(tmp_path):
-    """Though the caller's traceback, and with it the statement, is kept."""
+async def test_statement_of_cancelled_caller_leaves_no_lock(tmp_path):
+    """This holds even while the caller's traceback keeps the statement alive."""
     database = Database(f"sqlite+aiosqlite:///{tmp_path / 'db'}")
     begun = "WITH RECURSIVE n(x) AS (SELECT begin() UNION ALL SELECT x + 1 FROM n LIMIT 3000000)"
     has_begun = threading.Event()
@@ -305,11 +306,11 @@ async def test_a_statement_whose_caller_is_cancelled_leaves_no_lock(tmp_path):
 
     connection = sqlite3.connect(tmp_path / "db", factory=SqliteConnection)
     connection.execute("BEGIN")
-    for _ in range(2):  # of a caller who is cancelled twice; its thread would go on for ever
+    for _ in range(2):  # a caller may be cancelled twice; its thread would run for ever
         connection.close()
 
 
-async def test_after_a_slow_read_the_event_loop_leaves_the_disk_to_threads(tmp_path, monkeypatch):
+async def test_event_loop_leaves_reads_to_threads_after_a_slow_read(tmp_path, monkeypatch):
     clock, blocks = FakeClock(), 0
     slow = SimpleNamespace(seconds=0.0, blocks=0)
 
@@ -333,7 +334,7 @@ async def test_after_a_slow_read_the_event_loop_leaves_the_disk_to_threads(tmp_p
     read = functools.partial(here.fetch, "SELECT work()", ())
 
     assert read() == [(1,)]
-    slow.seconds = 0.01  # the core was elsewhere
+    slow.seconds = 0.01  # the core ran other work
     assert read() == read() == [(1,)]
     slow.blocks = 8
     assert read() == [(1,)]
@@ -341,7 +342,7 @@ async def test_after_a_slow_read_the_event_loop_leaves_the_disk_to_threads(tmp_p
     clock.turn(0.9)
     assert read() is None
     clock.turn(0.1)
-    slow.seconds, slow.blocks = 0.1, 0  # of a disk whose blocks nobody counts
+    slow.seconds, slow.blocks = 0.1, 0  # a disk that reports no blocks
     assert read() == [(1,)]
     clock.turn(5)
     assert read() is None
@@ -362,7 +363,7 @@ async def hits(database):
 
 
 async def test_read_is_retried_after_connection_ends(postgres, opened, database_url, tmp_path):
-    """A restarted database must not fail a request; one that is gone does."""
+    """A restarted database must not fail a request. A missing database does."""
     gone = Database(f"sqlite+aiosqlite:///{tmp_path / 'no' / 'where'}")
     with pytest.raises(ServerError, match="retry"):
         await find_artifact(gone, key_of())
@@ -429,7 +430,7 @@ def test_fast_parser_agrees_with_model_on_unusual_json(raw):
 
 
 def read_both_ways(raw):
-    """The keys of a body, as the quick way reads them and as the model does; None for none."""
+    """Return the keys of a body from the fast parser and from the model, or None for a refusal."""
     plain = _plain_keys(raw, TEAM, max_keys=1000)
     try:
         model = LookupRequest.model_validate_json(raw)

@@ -1,7 +1,7 @@
-"""Uploads, leases, refusals and the rest through nginx: as without it; and its own answers.
+"""Uploads, leases, refusals and other calls get the same answers through nginx. nginx also has its
+own answers.
 
-Most tests ask a real server directly and through a real nginx with the configuration of docker/,
-and compare.
+Most tests send equal requests to a server, and to nginx with the configuration of docker/.
 """
 
 import json
@@ -24,7 +24,7 @@ from support.wire import Wire, put_head
 BLOB = os.urandom(300_000)
 
 
-def test_refusals_of_writes_and_a_deletion_pass_nginx(api, through, problem):
+def test_refusals_of_writes_and_a_deletion_pass_through_nginx(api, through, problem):
     through.put(BLOB)
 
     assert seen(through.put(b"other")) == seen(api.put(b"other"))
@@ -54,7 +54,7 @@ def test_upload_is_refused_before_its_body_arrives(nginx, api, size, body, refus
 
 
 def test_refusal_reaches_client_that_still_sends_its_body(nginx, api, problem):
-    """401 MiB against a limit of 400: whoever sends on regardless gets the answer, too."""
+    """The body exceeds the limit by 1 MiB. A client that keeps sending still gets the answer."""
     block = bytes(1024**2)
     headers = {"Content-Length": str(401 * 1024**2), "Repr-Digest": Digest.of(b"").repr_digest}
 
@@ -65,10 +65,8 @@ def test_refusal_reaches_client_that_still_sends_its_body(nginx, api, problem):
     problem(answer, 413, "too_large")
 
 
-def test_upload_reaches_the_server_before_it_is_complete_and_goes_with_its_client(
-    nginx, api, files, problem
-):
-    """nginx stores nothing: the temporary file is the server's, and grows."""
+def test_incomplete_upload_reaches_the_server_and_ends_with_its_client(nginx, api, files, problem):
+    """nginx stores nothing: the growing temporary file is the server's."""
     blob = os.urandom(4 * 1024**2)
     announced = put_head(api.path(), Digest.of(blob), "Expect: 100-continue")
     known = set(files())
@@ -87,7 +85,7 @@ def test_upload_reaches_the_server_before_it_is_complete_and_goes_with_its_clien
     assert api.get().content == blob
 
 
-def test_a_connection_can_be_reused_after_an_early_answer(api, through):
+def test_connection_can_be_reused_after_an_early_answer(api, through):
     large = os.urandom(20 * 1024**2)
     api.put(large)
     for _ in range(5):
@@ -173,8 +171,8 @@ def test_request_without_host_passes_nginx(nginx):
 
 
 def test_metrics_are_not_reachable_through_nginx(through, api):
-    """It would answer with those of either server."""
-    assert "graphstash_hits_total" in api.http.get("/metrics").text  # the server itself gives them
+    """nginx would return the metrics of either server."""
+    assert "graphstash_hits_total" in api.http.get("/metrics").text  # from the server itself
 
     with_body = ("Content-Length: 2", "", "{}"), ("Content-Length: 20000", "", "x" * 20000)
     ways = ("/metrics", "/metrics?x=1", "//metrics", "/./metrics", "/%6Detrics", "/x/../metrics")
@@ -187,7 +185,7 @@ def test_metrics_are_not_reachable_through_nginx(through, api):
 
 
 def test_missing_servers_give_temporary_problem_document(tmp_path, problem, connect):
-    """What a caller wrote into the query and the headers is in neither log."""
+    """Neither log contains the caller's query or headers."""
     nobody = f"127.0.0.1:{reserved_port()}"
     variables = {"GRAPHSTASH_SERVER_1": nobody, "GRAPHSTASH_SERVER_2": nobody}
     variables["GRAPHSTASH_BLOB_DIR"] = str(tmp_path)
@@ -208,7 +206,7 @@ def test_missing_servers_give_temporary_problem_document(tmp_path, problem, conn
 
 
 def test_call_of_dying_server_is_passed_to_another(live_server, tmp_path, connect):
-    """It has the whole request when it goes, as one that is killed does."""
+    """The server has received the whole request when it dies, like a killed one."""
     dying = socket.create_server(("127.0.0.1", 0))
     asked = []
 
@@ -242,7 +240,7 @@ def test_call_of_dying_server_is_passed_to_another(live_server, tmp_path, connec
     assert asked
 
 
-def test_the_access_log_is_json_without_secrets(nginx, through, api):
+def test_access_log_is_json_without_secrets(nginx, through, api):
     token = through.acquire(ttl_seconds=60).json()["token"]
     through.http.delete(
         api.lease_path() + "?outcome=failed&token=hidden", headers={"Graphstash-Lease": token}

@@ -1,4 +1,4 @@
-"""The disk tier: asks the store behind it once, serves nothing it has not checked, never fails."""
+"""The disk tier fetches each blob once, serves only verified bytes, and never fails a request."""
 
 import asyncio
 import os
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Back(MemoryBlobStore):
-    """Counts, and can refuse."""
+    """A store that counts requests and can refuse them."""
 
     def __init__(self):
         super().__init__()
@@ -59,7 +59,7 @@ def back():
 
 @pytest.fixture
 def opened(tmp_path):
-    """Opens tiers, and closes them."""
+    """Open tiers, and close them after the test."""
     made = []
 
     def make(back, *, limit_bytes=2**30, **more):
@@ -86,13 +86,13 @@ def s3(tmp_path, moto, proxy, s3_credentials):
 
 
 def copies(directory):
-    """The files of copies, by the SHA-256 of their blobs."""
+    """Return the files of copies, by the SHA-256 of their blobs."""
     found = (directory / "tier" / "sha256").rglob("*")
     return {path.name: path for path in found if path.is_file()}
 
 
 def opened_in(directory):
-    """The files of a directory that this process has open."""
+    """Return the files of a directory that this process has open."""
     found = []
     for fd in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):
@@ -106,27 +106,27 @@ async def put(store, *blobs):
 
 
 async def settled(store):
-    """Waits until the copies are kept."""
+    """Wait until the copies are stored."""
     fills = list(store._fills.values())
     await asyncio.gather(*(fill._task for fill in fills), return_exceptions=True)
 
 
 async def read(store, blob):
-    """Reads a blob, and waits until its copy is kept."""
+    """Read a blob, and wait until its copy is stored."""
     found = await read_blob(store, Digest.of(blob))
     await settled(store)
     return found
 
 
 async def whole_of(reader, first=b""):
-    """What a reader still has of LARGE, and closes it."""
+    """Read the rest of LARGE, and close the reader."""
     rest = [chunk async for chunk in reader.chunks(len(first), len(LARGE))]
     await reader.close()
     return first + b"".join(rest)
 
 
 class TestCopies:
-    async def test_blob_is_fetched_once_and_its_copy_is_sent_while_the_back_is_down(
+    async def test_blob_is_fetched_once_and_its_copy_survives_an_outage(
         self, opened, back, tmp_path
     ):
         async def link(_digest):
@@ -151,7 +151,7 @@ class TestCopies:
         await reader.close()
         assert reader.path.read_bytes() == b"abc"
 
-    async def test_back_decides_presence_and_a_put_or_a_cut_drops_the_copy(
+    async def test_put_or_truncation_drops_the_copy_and_the_back_decides_presence(
         self, opened, back, tmp_path
     ):
         store = opened(back)
@@ -190,12 +190,12 @@ class TestFills:
         leaving, *staying = [await store.open(Digest.of(LARGE)) for _ in range(3)]
         cancelled.cancel()
         await leaving.close()
-        firsts = [await anext(each.chunks(0, 1000)) for each in staying]  # half is not there yet
+        firsts = [await anext(each.chunks(0, 1000)) for each in staying]  # half of it is missing
         proxy.resume.set()
         wholes = [await whole_of(*each) for each in zip(staying, firsts, strict=True)]
         assert wholes == [LARGE] * 2
 
-    async def test_a_fill_without_readers_is_cancelled(self, opened, s3, proxy, tmp_path):
+    async def test_fill_without_readers_is_cancelled(self, opened, s3, proxy, tmp_path):
         store = opened(s3)
         await put(store, LARGE)
         proxy.fault = S3Fault.PAUSE
@@ -224,7 +224,7 @@ class TestFills:
         proxy.fault = S3Fault.NONE
         assert await read(store, LARGE) == LARGE
 
-    async def test_a_deletion_during_a_fill_leaves_no_copy(self, opened, back, tmp_path):
+    async def test_deletion_during_a_fill_leaves_no_copy(self, opened, back, tmp_path):
         store = opened(back)
         await put(store, LARGE)
 
@@ -263,7 +263,7 @@ class TestFills:
         assert copies(tmp_path) == {}
 
 
-def test_damaged_blob_never_looks_whole_and_its_artifact_is_dropped_and_put_again(
+def test_damaged_blob_is_never_sent_whole_and_its_artifact_is_dropped(
     tmp_path, moto, s3_credentials, connect
 ):
     bucket = moto.new_bucket()
@@ -294,18 +294,18 @@ def test_damaged_blob_never_looks_whole_and_its_artifact_is_dropped_and_put_agai
     ],
 )
 class TestFlippedBits:
-    """Bits are flipped between an S3 and the server; the object is whole all the time."""
+    """A proxy flips bits between S3 and the server, while the object stays intact."""
 
     @pytest.fixture
     def proxy(self, request, s3):
         with S3Proxy(urlsplit(request.getfixturevalue(s3).url).port) as proxy:
             yield proxy
 
-    def test_acknowledged_artifact_stays(
+    def test_flipped_bits_drop_no_acknowledged_artifact(
         self, *, request, s3, proxy, tier, blob, flips, tmp_path, s3_credentials, connect
     ):
-        """A verification, which a job asks for when the bytes are not those of the digest, finds
-        nothing. However often the store announces another length: its listing has the true one.
+        """A verification, which a job requests after a digest mismatch, must not drop the artifact.
+        Nor must a wrong length in a header, because the listing has the true length.
         """
         bucket = request.getfixturevalue(s3).new_bucket()
         settings = s3_settings(proxy.url, bucket, tier_limit_bytes=tier, log_level="error")
@@ -354,7 +354,7 @@ class TestBudget:
         left = {Digest.of(blobs[number]).sha256 for number in (0, 2, 3)}
         assert copies(tmp_path).keys() == left
 
-    async def test_a_use_corrects_the_time_of_a_clock_that_was_ahead(self, opened, back, tmp_path):
+    async def test_use_corrects_the_time_of_a_clock_that_was_ahead(self, opened, back, tmp_path):
         store = opened(back, limit_bytes=1000)
         await put(store, b"blob")
         await read(store, b"blob")
@@ -388,19 +388,19 @@ class TestBudget:
 
 @pytest.fixture
 def settings(moto, proxy, s3_credentials):
-    """Of servers that have one bucket, behind the proxy."""
+    """Settings of servers that share one bucket behind the proxy."""
     return s3_settings(proxy.url, moto.new_bucket(), tier_limit_bytes="1GiB")
 
 
 @pytest.fixture
 def environment(settings):
-    """The same for processes."""
+    """The same settings as environment variables."""
     named = {f"GRAPHSTASH_{name.upper()}": str(value) for name, value in settings.items()}
     return named | CREDENTIALS
 
 
 class TestProcesses:
-    """Servers that follow or join others are in this process: their starts are cheaper."""
+    """Servers that join or follow a process run in this process, where a start is cheaper."""
 
     def test_two_servers_share_one_directory(
         self, *, tmp_path, settings, environment, proxy, connect
@@ -422,7 +422,7 @@ class TestProcesses:
             proxy.fault = S3Fault.FAILING
             assert get(second) == wholes
 
-    def test_a_kill_during_a_fill_leaves_nothing_that_is_served(
+    def test_kill_during_a_fill_leaves_no_copy(
         self, *, tmp_path, settings, environment, proxy, connect
     ):
         temporary = tmp_path / "tier" / "tmp"
@@ -432,7 +432,7 @@ class TestProcesses:
             proxy.fault = S3Fault.PAUSE
             proxy.strikes = partial(_is_of_a_blob, "GET")
             with api.http.stream("GET", api.path(1)) as answer:
-                next(answer.iter_raw(1000))  # the fill is half-way
+                next(answer.iter_raw(1000))  # the fill is half complete
                 server.kill()
         assert len(list(temporary.iterdir())) == 1
         assert copies(tmp_path) == {}
@@ -445,7 +445,7 @@ class TestProcesses:
     def test_reads_continue_after_tier_disk_fills_up(
         self, tmp_path, settings, environment, connect
     ):
-        """The process may write files of 3 MB only: the kernel says "full" as a disk would."""
+        """The process may write files of at most 3 MB. The kernel then reports a full disk."""
         limited = (
             "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_000, 3_000_000)); "
             "from graphstash_server.__main__ import main; main()"

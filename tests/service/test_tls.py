@@ -1,4 +1,4 @@
-"""TLS of the server itself: what it speaks, whom it lets in, and what it says about wrong files."""
+"""TLS of the server: versions, client certificates, limits, and errors for unusable files."""
 
 import socket
 import ssl
@@ -32,7 +32,7 @@ def authority():
 
 @pytest.fixture(scope="module")
 def files(authority, tmp_path_factory):
-    """The settings of a server with a certificate for 127.0.0.1."""
+    """Settings of a server with a certificate for 127.0.0.1."""
     folder = tmp_path_factory.mktemp("tls")
     certificate = authority.issue_cert("127.0.0.1")
     certificate.private_key_and_cert_chain_pem.write_to_path(folder / "server.pem")
@@ -42,7 +42,7 @@ def files(authority, tmp_path_factory):
 
 @pytest.fixture
 def trusting(authority):
-    """The TLS of a client that knows the authority."""
+    """The TLS context of a client that trusts the authority."""
     context = ssl.create_default_context()
     authority.configure_trust(context)
     return context
@@ -69,7 +69,7 @@ def test_only_the_secure_cookie_signs_a_browser_in(files, trusting, tmp_path):
     assert "Sign out" not in planted.text
 
 
-def test_nginx_forwards_that_the_browser_used_tls(files, trusting, guarded, tmp_path):
+def test_nginx_tells_the_server_that_the_browser_used_tls(files, trusting, guarded, tmp_path):
     variables = {
         "GRAPHSTASH_TLS_CERTIFICATE": str(files["tls_cert_file"]),
         "GRAPHSTASH_TLS_KEY": str(files["tls_key_file"]),
@@ -134,7 +134,7 @@ def test_burst_of_connections_completes_its_handshakes(files, trusting, tmp_path
                 assert connection.recv(4096).startswith(b"HTTP/1.1 200")
 
 
-def test_handshakes_beyond_the_limit_end_the_oldest_one(files, trusting, tmp_path):
+def test_handshake_beyond_the_limit_ends_the_oldest_one(files, trusting, tmp_path):
     command = ("prlimit", "--nofile=300:300", sys.executable, "-m", "graphstash_server")
     environment = {f"GRAPHSTASH_{name.upper()}": str(path) for name, path in files.items()}
     environment |= {"GRAPHSTASH_MIN_FREE_BYTES": "0", "GRAPHSTASH_MAX_CONNECTIONS": "9"}
@@ -229,9 +229,7 @@ def test_unusable_or_missing_file_is_named(files, tmp_path):
             load_settings(**{field: files["tls_cert_file"]})  # alone
 
 
-def test_workers_serve_https_and_a_key_with_a_password_is_refused_without_prompt(
-    authority, files, trusting, tmp_path
-):
+def test_workers_serve_https_and_refuse_a_key_with_a_password(authority, files, trusting, tmp_path):
     options = ("--workers", "2", "--min-free-bytes", "0")
     environment = {f"GRAPHSTASH_{name.upper()}": str(path) for name, path in files.items()}
     with ServerProcess(tmp_path / "data", *options, environment=environment) as server:

@@ -1,4 +1,4 @@
-"""Tokens: made, listed, used and revoked; what of them lies where."""
+"""Creating, listing, using and revoking tokens, without storing or logging secrets."""
 
 import asyncio
 import json
@@ -36,7 +36,7 @@ def make(admin, **changed):
 
 
 @pytest.mark.sql
-def test_a_new_token_is_valid_at_once_and_its_secret_is_stored_nowhere(guarded, admin):
+def test_new_token_is_valid_at_once_and_its_secret_is_not_stored(guarded, admin):
     made = make(admin, description="listed")
 
     token, info = made.json()["token"], made.json()["info"]
@@ -66,7 +66,8 @@ def test_a_new_token_is_valid_at_once_and_its_secret_is_stored_nowhere(guarded, 
     kept = whole_database(guarded.database_url)
     assert info["id"] in kept
     assert secret not in kept
-    # By another process: one that closes a file of its own SQLite database loses the locks on it.
+    # grep runs in another process: a process that closes a file of its own SQLite database loses
+    # its locks on the file.
     found = captured(["grep", "-r", "--fixed-strings", "-e", secret, guarded.server.data_dir])
     assert (found.returncode, found.stdout) == (1, ""), "1 is: nothing found"
 
@@ -83,7 +84,7 @@ def whole_database(url):
     return "\n".join(asyncio.run(read()))
 
 
-def test_a_server_without_authentication_creates_no_tokens(server):
+def test_server_without_authentication_creates_no_tokens(server):
     with httpx.Client(base_url=server.url) as anybody:
         answer = make(anybody, grants=[{"scope": "admin", "namespaces": "*"}])
 
@@ -94,7 +95,7 @@ def test_a_server_without_authentication_creates_no_tokens(server):
 
 @pytest.mark.sql
 async def test_long_expired_tokens_are_deleted(opened):
-    ends = (None, None, timedelta(hours=1), timedelta(days=5))  # 30 days is the least
+    ends = (None, None, timedelta(hours=1), timedelta(days=5))  # the minimum is 30 days
     async with opened(audit_days=2) as server:
         tokens = server.context.tokens
         made = [await new_token(tokens, expires_at=end and opened.clock.now + end) for end in ends]
@@ -138,8 +139,8 @@ def test_revoked_token_is_refused_at_once_and_logged_once(guarded, admin, monkey
     assert next(each for each in listed if each["id"] == token_id)["revoked_at"] is not None
 
 
-def test_postgresql_tells_every_server_of_a_revocation(tmp_path, postgres, monkeypatch):
-    """What is known does not age here, so nothing but the notification can tell."""
+def test_revocation_reaches_other_servers_by_notification(tmp_path, postgres, monkeypatch):
+    """Cached decisions do not expire here, so only the notification can end one."""
     for age in ("MAX_DECISION_AGE", "_RENEWED_AGE"):
         monkeypatch.setattr(AUTHENTICATION + age, timedelta(days=1))
     url = postgres.new_database()
@@ -158,7 +159,7 @@ def test_postgresql_tells_every_server_of_a_revocation(tmp_path, postgres, monke
         until(lambda: used.get("/v1/-/access").status_code == 401)
 
 
-def test_there_is_a_limit_of_live_tokens(guarded, admin, problem, monkeypatch):
+def test_number_of_live_tokens_is_limited(guarded, admin, problem, monkeypatch):
     first = make(admin).json()["info"]["id"]
     now = datetime.now(UTC)
     live = [
@@ -174,7 +175,7 @@ def test_there_is_a_limit_of_live_tokens(guarded, admin, problem, monkeypatch):
     assert make(admin).status_code == 201
 
 
-def test_no_request_puts_a_token_into_the_log(start):
+def test_log_contains_no_token_of_a_request(start):
     server = start("--auth", "tokens", "--log-level", "debug", "--access-log")
     settings = load_settings(data_dir=server.data_dir)
     assert "a token as GRAPHSTASH_TOKEN: graphstash token create" in server.log
@@ -192,7 +193,7 @@ def test_no_request_puts_a_token_into_the_log(start):
 
 @pytest.fixture
 def command(guarded):
-    """Runs `graphstash ...` on the server's database."""
+    """Run `graphstash ...` on the server's database."""
 
     def run(*arguments, status=0):
         done = graphstash_here(

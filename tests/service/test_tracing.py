@@ -1,4 +1,4 @@
-"""Traces: one runs from a job's look-up to the blob store, whoever it is that calls."""
+"""Traces that run from a job's look-up to the blob store, for any caller."""
 
 import json
 
@@ -28,7 +28,7 @@ def collector():
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory, collector):
-    """A server that traces everything."""
+    """A server that traces every request."""
     directory = tmp_path_factory.mktemp("traced")
     logging = {
         "GRAPHSTASH_LOG_FORMAT": "json",
@@ -40,13 +40,13 @@ def traced(tmp_path_factory, collector):
 
 
 def in_bucket(moto, bucket, **more):
-    """The environment of a server whose blobs are in a bucket."""
+    """Return the environment of a server whose blobs are in a bucket."""
     settings = s3_settings(moto.url, bucket, **more)
     return {f"GRAPHSTASH_{name.upper()}": str(value) for name, value in settings.items()}
 
 
 def ancestors(collector, span):
-    """The names from a span up to the root of its trace."""
+    """Return the names from a span up to the root of its trace."""
     known = {each.id: each for each in collector.spans if each.trace == span.trace}
     names = [span.name]
     while span.parent:
@@ -56,27 +56,27 @@ def ancestors(collector, span):
 
 
 def request_with(server, fingerprint, *traceparents):
-    """A request on the fast path, with a fingerprint that names it in the trace."""
+    """Send a request on the fast path, with a fingerprint that names it in the trace."""
     headers = [(b"traceparent", each.encode("latin-1")) for each in traceparents]
     with httpx.Client(base_url=server.url, timeout=10) as client:
         return client.get(PATH + fingerprint, headers=headers)
 
 
 def span_of(collector, fingerprint):
-    """The span of the request for an artifact that no other test asks for."""
+    """Return the span of a request whose fingerprint no other test uses."""
     collector.until(lambda: collector.of_path(f"GET {ROUTE}", PATH + fingerprint))
     (span,) = collector.of_path(f"GET {ROUTE}", PATH + fingerprint)
     return span
 
 
-def test_one_trace_runs_from_a_look_up_to_the_bucket(tmp_path, collector, moto, s3_credentials):
+def test_one_trace_runs_from_look_up_to_bucket(tmp_path, collector, moto, s3_credentials):
     environment = in_bucket(moto, moto.new_bucket(), tier_limit_bytes=10**9)
     secret = "a-token-that-no-span-may-have"
     before = len(collector.spans)
     with Server(tmp_path, **environment, **collector.environment) as server:
         for host in ("a", "b"):
             run_trace_job(tmp_path, server.url, collector.environment, host=host, token=secret)
-    spans = collector.spans[before:]  # the server has sent its last ones
+    spans = collector.spans[before:]  # the server has sent its last spans
 
     def find(name, **attributes):
         (span,) = [each for each in collector.named(name, **attributes) if each in spans]
@@ -108,7 +108,7 @@ def test_one_trace_runs_from_a_look_up_to_the_bucket(tmp_path, collector, moto, 
     assert [span for span in spans if secret.encode() in span.raw] == []
 
 
-def test_a_hit_on_the_fast_path_is_a_span_of_the_callers_trace(traced, collector):
+def test_fast_path_hit_is_a_span_of_the_callers_trace(traced, collector):
     path, parent = PATH + "6" * 64, PARENT.replace("d", "f")
     with httpx.Client(base_url=traced.url, timeout=10) as client:
         client.put(path, content=b"blob", headers=digest_header(b"blob")).raise_for_status()
@@ -122,7 +122,7 @@ def test_a_hit_on_the_fast_path_is_a_span_of_the_callers_trace(traced, collector
     assert span.attributes["http.response.status_code"] == 200
 
 
-def test_a_malformed_traceparent_begins_a_trace_of_its_own(traced, collector):
+def test_malformed_traceparent_begins_a_new_trace(traced, collector):
     good = "00-" + "a" * 32 + "-" + "1" * 16 + "-01"
     malformed = {
         "empty": ("",),
@@ -143,7 +143,7 @@ def test_a_malformed_traceparent_begins_a_trace_of_its_own(traced, collector):
 
 
 def test_blanks_before_folded_traceparent_take_linear_time():
-    """With quadratic work this takes minutes, and the test's timeout ends it."""
+    """Quadratic work would take minutes and exceed the test's timeout."""
     head = b"GET / HTTP/1.1\r\ntraceparent:" + b" " * 2_000_000 + b"\r\n folded\r\n\r\n"
     path = TracedFastPath(lambda: None, tracing=None)
 
@@ -160,7 +160,7 @@ def test_unsampled_caller_is_not_recorded(traced, collector):
 
 
 def test_caller_cannot_raise_sampling_ratio(tmp_path, collector):
-    # Of ten million; ids that end in zeros are those that a ratio takes first.
+    # One in ten million. A ratio samples ids that end in zeros first.
     sampling = {
         "OTEL_TRACES_SAMPLER": "parentbased_traceidratio",
         "OTEL_TRACES_SAMPLER_ARG": "1e-7",

@@ -1,4 +1,4 @@
-"""PUT: what is refused before and while the body is read, and many writers at once."""
+"""PUT: refusals before and within the body, and many concurrent writers."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -10,7 +10,7 @@ from support.wire import Wire, head, put_head
 BLOB = b"an executable" * 1000
 
 
-def test_malformed_head_is_refused_and_the_connection_goes_on(api, problem):
+def test_malformed_head_is_refused_and_the_connection_stays_usable(api, problem):
     problem(api.http.put(api.path(), content=BLOB * 100), 400, "digest_required", "Repr-Digest")
     other = "md5=:1B2M2Y8AsgTpgAmY7PhCfg==:"
     for value in ("", "sha-256=abc", "sha-256=:abc:", "sha-512=:AAAA:", other):
@@ -42,8 +42,8 @@ def test_expect_100_continue_is_answered_unless_upload_is_refused(api):
 
 
 @pytest.mark.sql
-def test_sixteen_writers_of_the_same_bytes_agree(api, connect):
-    """Of one key, and each of a key of its own."""
+def test_concurrent_uploads_of_equal_bytes_all_succeed(api, connect):
+    """Covers one key for all writers, and one key per writer."""
     writers = [connect(api.url, api.namespace) for _ in range(16)]
 
     with ThreadPoolExecutor(16) as pool:
@@ -57,7 +57,7 @@ def test_sixteen_writers_of_the_same_bytes_agree(api, connect):
 
 
 @pytest.mark.sql
-def test_of_sixteen_writers_of_different_bytes_one_wins(api, connect, files):
+def test_one_of_many_concurrent_uploads_of_different_bytes_stays(api, connect, files):
     blobs = [f"{api.namespace} {number}".encode() * 30_000 for number in range(16)]
     writers = [connect(api.url, api.namespace) for _ in blobs]
     before = len(files())

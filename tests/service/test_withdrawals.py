@@ -1,4 +1,4 @@
-"""The list of withdrawals: what was withheld, deleted or replaced, numbered in each namespace."""
+"""The list of withdrawals: withheld, deleted and replaced artifacts, numbered in each namespace."""
 
 import asyncio
 import contextlib
@@ -59,7 +59,7 @@ def test_withheld_deleted_and_replaced_artifacts_are_listed_in_their_order(api):
     api.withhold(b"two", 2)
     assert api.delete(1).is_success
     assert api.put(b"other", 3).is_success
-    assert api.put(b"other", 3).is_success  # the same bytes replace nothing
+    assert api.put(b"other", 3).is_success  # equal bytes replace nothing
 
     page = read(api)
     assert page.is_complete
@@ -112,14 +112,12 @@ async def add_deleted(connection, row, *, now):
 
 
 async def test_restored_database_repeats_numbers_but_no_position(opened):
-    """A position that the list lacks is of a database that was restored from a backup, or of a
-    host that was away for too long.
-    """
+    """A position that the list lacks precedes a restore, or a long absence of the host."""
     async with opened() as server:
         await withdraw(server, 1, 2)
         before = (await page_of(server, limit=1)).position
         lost = (await page_of(server)).newest
-        async with server.context.database.writing() as connection:  # as a backup of then says
+        async with server.context.database.writing() as connection:  # restores a backup
             await connection.execute(sa.delete(withdrawals).where(withdrawals.c.number > 1))
             await connection.execute(
                 sa.update(withdrawal_heads).values(number=1, mark=before.partition("-")[2])
@@ -134,9 +132,7 @@ async def test_restored_database_repeats_numbers_but_no_position(opened):
         assert [each.number for each in (await page_of(server, before)).withdrawals] == [2, 3]
 
 
-async def test_old_and_surplus_entries_go_and_the_newest_of_them_stays_as_an_anchor(
-    opened, monkeypatch
-):
+async def test_old_and_surplus_entries_are_pruned_except_for_an_anchor(opened, monkeypatch):
     async with opened() as server:
         await withdraw(server, 1, 2)
         second = (await page_of(server)).newest
@@ -228,7 +224,7 @@ async def test_look_up_and_empty_page_take_one_statement(opened):
         await withdraw(server, 1, 2)
         await server.put(b"blob", 3)
         keys = [key_of(number) for number in range(1, 4)]
-        await server.context.artifacts.lookup(TEAM, keys, caller="")  # protects what it finds
+        await server.context.artifacts.lookup(TEAM, keys, caller="")  # protects the artifacts
         with recorded() as statements:
             found = await server.context.artifacts.lookup(TEAM, keys, caller="")
         assert len(statements) == 1
@@ -264,5 +260,5 @@ def test_cleared_namespace_withdraws_all_of_its_artifacts(command_on, connect, m
     }
     assert beside.get(0).status_code == 200
     assert beside.delete(0).is_success
-    assert read(beside).newest.number == 1  # each namespace counts apart
+    assert read(beside).newest.number == 1  # numbers are per namespace
     assert "0 artifacts deleted" in command("clear", "team", "--yes")

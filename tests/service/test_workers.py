@@ -22,7 +22,7 @@ from support.processes import captured, is_running
 from support.waiting import PATIENT, until
 from support.wire import Wire
 
-LARGE = bytes(range(256)) * 200_000  # 50 MB: more than the sockets of both sides hold
+LARGE = bytes(range(256)) * 200_000  # 50 MB, more than the sockets of both sides hold
 UPLOAD = LARGE[:3_000_000]
 
 FAILING = """
@@ -42,7 +42,7 @@ main()
 
 
 def patient(seconds: int) -> dict[str, tuple[str, ...]]:
-    """A server that waits for requests under way for so long when it ends."""
+    """Return options of a server that waits so long for requests under way before it ends."""
     setting = f"GRAPHSTASH_SHUTDOWN_SECONDS={seconds}"
     return {"command": ("env", setting, sys.executable, "-m", "graphstash_server")}
 
@@ -54,28 +54,28 @@ def is_listening(server) -> bool:
 
 
 def asked(server, path: str = "/healthz") -> str:
-    """What a new connection is answered; of which worker, nobody can say."""
+    """Return the answer of an arbitrary worker on a new connection."""
     answer = httpx.get(f"{server.url}{path}", timeout=60, trust_env=False)
     assert answer.status_code == 200
     return answer.text
 
 
 def serving(server) -> int:
-    """How many workers have told that they serve, of all that were ever started."""
+    """Return how many workers have reported that they serve, including ended ones."""
     return server.log.count(" serves\n")
 
 
 def replaced(server, old: set[int]):
-    """Holds when all of `old` are gone and as many others serve."""
+    """Return a condition: all of `old` have ended, and as many new workers serve."""
     return lambda: len(server.workers - old) == len(old) == len(server.workers)
 
 
 class Load:
-    """Threads that put, get and look up with the client library; the end of the context ends them.
+    """Threads that put, get and look up with the client library until the context ends.
 
     Attributes:
-        errors: whatever the library raised, one per failed operation.
-        rounds: how many times each thread has done everything.
+        errors: errors that the library raised, one per failed operation.
+        rounds: number of completed rounds of each thread.
     """
 
     def __init__(self, url: str, directory: Path, threads: int = 4) -> None:
@@ -96,7 +96,7 @@ class Load:
             work.result()
 
     def has_gone_on(self):
-        """Holds when every thread has done everything twice more."""
+        """Return a condition: every thread has completed two further rounds."""
         before = list(self.rounds)
         return lambda: all(now >= then + 2 for now, then in zip(self.rounds, before, strict=True))
 
@@ -124,10 +124,10 @@ def test_workers_share_one_port_and_the_rate_of_a_namespace(start, connect, tmp_
         rule = {"requests_per_second": 0.001}
         assert connect(alone.url).http.put("/v1/-/namespaces/team", json=rule).is_success
     server = start("--workers", "3", **patient(0))
-    assert serving(server) == 3  # before the port was announced
+    assert serving(server) == 3  # before the server announced the port
 
     def statuses() -> list[int]:
-        """What each worker answers while the others stand still."""
+        """Return each worker's answer while all other workers are stopped."""
         workers, seen = server.workers, []
         for worker in workers:
             others = workers - {worker}
@@ -153,7 +153,7 @@ def test_workers_share_one_port_and_the_rate_of_a_namespace(start, connect, tmp_
     assert "Traceback" not in server.log
 
 
-def test_rolling_restart_fails_no_request_and_a_killed_worker_only_its_own(start, tmp_path):
+def test_rolling_restart_fails_no_request_and_killed_worker_only_its_own(start, tmp_path):
     server = start("--workers", "2", "--port", str(reserved_port()))
     with Load(server.url, tmp_path) as load:
         first = server.workers
@@ -190,7 +190,7 @@ def test_long_download_completes_before_its_worker_ends(start, connect):
         received = next(chunks)
         for worker in old:
             os.kill(worker, signal.SIGTERM)
-        # One of them has to finish the transfer, the other one is gone.
+        # One worker must finish the transfer, and the other one ends.
         until(lambda: len(server.workers - old) == 1 and serving(server) == 3)
         received += b"".join(chunks)
 
@@ -198,7 +198,7 @@ def test_long_download_completes_before_its_worker_ends(start, connect):
     assert server.stop() == 0
 
 
-def test_shutdown_answers_lease_waiters_and_a_second_interrupt_waits_for_nothing(start, connect):
+def test_shutdown_answers_lease_waiters_and_second_interrupt_ends_it_at_once(start, connect):
     server = start("--workers", "2", **patient(3600))  # an hour, for requests under way
     token = connect(server.url).acquire(holder="a", ttl_seconds=300).json()["token"]
     with ThreadPoolExecutor(1) as pool:
@@ -218,10 +218,10 @@ def test_shutdown_answers_lease_waiters_and_a_second_interrupt_waits_for_nothing
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(30) == 0
     assert not any(map(is_running, workers))
-    assert "was killed by SIGKILL" in server.log  # a reader that takes nothing is cut off anyway
+    assert "was killed by SIGKILL" in server.log  # for a client that reads nothing
 
 
-def test_transfers_and_new_connection_are_served_before_shutdown(start, connect):
+def test_transfers_and_accepted_connections_are_served_before_shutdown(start, connect):
     server = start()
     api, writer = connect(server.url), connect(server.url)
     api.put(LARGE)
@@ -235,7 +235,8 @@ def test_transfers_and_new_connection_are_served_before_shutdown(start, connect)
         def halves():
             yield UPLOAD[: len(UPLOAD) // 2]
             until(lambda: any((server.data_dir / "blobs" / "tmp").iterdir()))
-            # Connections are accepted in order: an answer to a later one shows that this one is.
+            # The server accepts connections in order, so a later one's answer proves that this one
+            # is accepted.
             assert "ok" in asked(server)
             server.process.terminate()
             until(lambda: not is_listening(server))
@@ -253,7 +254,7 @@ def test_transfers_and_new_connection_are_served_before_shutdown(start, connect)
     assert server.process.wait(30) == 0
 
 
-def test_workers_that_cannot_start_stop_a_rolling_restart_and_are_retried(start):
+def test_workers_that_fail_to_start_stop_a_rolling_restart_and_are_retried(start):
     server = start("--workers", "2", command=(sys.executable, "-c", FAILING))
     old = server.workers
     (server.data_dir / "broken").touch()
@@ -281,7 +282,7 @@ def test_workers_that_cannot_start_stop_a_rolling_restart_and_are_retried(start)
     until(replaced(server, old))
 
 
-def test_a_server_whose_workers_cannot_start_exits_with_the_reason(tmp_path, process_environment):
+def test_server_whose_workers_cannot_start_exits_with_the_reason(tmp_path, process_environment):
     (tmp_path / "graphstash.sqlite3").write_bytes(b"this is not a database" * 500)
 
     said = captured(
