@@ -1,6 +1,6 @@
-"""How many rounds sums through aggregators take: from the sets of blocks alone.
+"""The number of rounds that a sum through aggregators takes, computed from the sets of blocks.
 
-Written from the description in docs/training.md, and not from the product's code.
+The formula follows the description in docs/training.md, not the product's code.
 """
 
 from collections.abc import Sequence
@@ -9,18 +9,19 @@ __all__ = ["rounds_of", "streams_of"]
 
 
 def streams_of(blocks: int, capacity: int, pool: int) -> int:
-    """Into how many streams a tensor is dealt out: of two datagrams or more when it is dense."""
+    """Return the number of streams of a tensor. A stream of a dense tensor has at least two
+    datagrams."""
     datagrams = -(-blocks // capacity)
     return max(1, min(pool, -(-datagrams // 2)))
 
 
 def rounds_of(nonzero: Sequence[Sequence[int]], capacity: int, streams: int) -> int:
-    """The rounds of all streams.
+    """Return the rounds of all streams.
 
     Args:
-        nonzero: the numbers of the blocks that are not zero, by rank.
+        nonzero: numbers of the nonzero blocks, by rank.
         capacity: blocks of a datagram.
-        streams: number i has every block whose remainder is i.
+        streams: number of streams. Stream i has the blocks with remainder i.
     """
     return sum(
         _rounds([[n for n in each if n % streams == i] for each in nonzero], capacity)

@@ -1,4 +1,4 @@
-"""One namespace of one server, as a client that speaks plain HTTP uses it."""
+"""A plain HTTP client of one namespace of one server."""
 
 import hashlib
 from typing import Any
@@ -13,7 +13,7 @@ DEVICE = "cpu-x86_64-0123456789abcdef"
 
 
 def digest_header(blob: bytes) -> dict[str, str]:
-    """The header without which the server takes no upload."""
+    """Return the header that the server requires of an upload."""
     return {"Repr-Digest": Digest.of(blob).repr_digest}
 
 
@@ -70,7 +70,7 @@ class Api:
         return self.http.delete(self.path(number))
 
     def call(self, verb: str, body: object, **headers: str) -> httpx.Response:
-        """Posts to `artifacts:<verb>`."""
+        """Post to `artifacts:<verb>`."""
         path = f"/v1/{self.namespace}/artifacts:{verb}"
         return self.http.post(path, json=body, headers=_dashed(headers))
 
@@ -94,7 +94,7 @@ class Api:
     def report(
         self, blob: bytes, number: int = 0, *, reason: str = "corrupt", **headers: str
     ) -> httpx.Response:
-        """Reports that an artifact is wrong, by default that it is no envelope."""
+        """Report that an artifact is wrong. Default: its bytes are no envelope."""
         report = {"key": self.key(number), "digest": str(Digest.of(blob)), "reason": reason}
         return self.call("report", report, **headers)
 
@@ -103,7 +103,7 @@ class Api:
         assert answer.json()["withheld"], answer.text
 
     def stats(self) -> dict[str, Any]:
-        """The counters of this namespace."""
+        """Return the counters of this namespace."""
         stats = self.http.get("/v1/stats").json()
         found = [each for each in stats["namespaces"] if each["namespace"] == self.namespace]
         return found[0] if found else {}
@@ -113,7 +113,7 @@ class Api:
 
 
 class OwnKeysApi(Api):
-    """A namespace whose fingerprints no other has, for calls that look into all namespaces."""
+    """A namespace with unique fingerprints, for calls that search all namespaces."""
 
     def fingerprint(self, number: int) -> str:
         return f"{self.namespace.encode().hex()}{number:02x}".ljust(64, "0")

@@ -1,4 +1,4 @@
-"""A certificate authority with everything that it signs as files."""
+"""A certificate authority that writes its certificates to files."""
 
 import ssl
 from pathlib import Path
@@ -12,10 +12,10 @@ __all__ = ["Authority"]
 
 
 class Authority:
-    """Signs certificates.
+    """A certificate authority.
 
     Attributes:
-        file: Its own certificate.
+        file: its own certificate.
     """
 
     def __init__(self, directory: Path) -> None:

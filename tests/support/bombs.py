@@ -1,4 +1,4 @@
-"""Zstd frames that unfold to much more than they are, in envelopes that say less."""
+"""Zstd frames that decompress to many times their size, in envelopes that declare less."""
 
 import json
 import struct
@@ -18,7 +18,8 @@ _MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 def frame(size_bytes: int, *, window_log: int = 17) -> bytes:
-    """Zeros, as a frame of run-length blocks (RFC 8878 section 3.1.1): 4 bytes for each 128 KiB."""
+    """Return a frame of zeros in run-length blocks (RFC 8878 section 3.1.1): 4 bytes for each 128
+    KiB."""
     head = _MAGIC + b"\0" + bytes([(window_log - 10) << 3])
     block = struct.pack("<I", _BLOCK_BYTES << 3 | 1 << 1)[:3] + b"\0"
     last = struct.pack("<I", _BLOCK_BYTES << 3 | 1 << 1 | 1)[:3] + b"\0"
@@ -26,7 +27,7 @@ def frame(size_bytes: int, *, window_log: int = 17) -> bytes:
 
 
 def envelope_of(key: ArtifactKey, payload: bytes, **fields: object) -> bytes:
-    """An envelope whose header says what it is told to say."""
+    """Return an envelope with these header fields, true or false."""
     header = {
         "kind": key.kind,
         "device_type": key.device_type,
@@ -40,12 +41,12 @@ def envelope_of(key: ArtifactKey, payload: bytes, **fields: object) -> bytes:
 
 
 def bomb(key: ArtifactKey, **fields: object) -> bytes:
-    """131 KB that unfold to 4 GiB."""
+    """Return 131 KB that decompress to 4 GiB."""
     return envelope_of(key, frame(GIANT_BYTES), **fields)
 
 
 def count_decompressors(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """One entry for each decompressor that is made from now on."""
+    """Return a list that gets an entry for each new decompressor."""
     made: list[int] = []
     real = zstandard.ZstdDecompressor
 

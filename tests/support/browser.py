@@ -13,7 +13,7 @@ __all__ = ["Browser", "chromium"]
 
 @contextmanager
 def chromium() -> Iterator[Chromium]:
-    """For tests that leave this thread's event loop to Playwright."""
+    """Start a browser for tests that leave this thread's event loop to Playwright."""
     with sync_playwright() as driver:
         browser = driver.chromium.launch(
             executable_path="/usr/bin/chromium", args=["--no-sandbox", "--disable-dev-shm-usage"]
@@ -23,7 +23,7 @@ def chromium() -> Iterator[Chromium]:
 
 
 class Browser:
-    """A context manager with one tab, in a thread of its own: tests may run event loops."""
+    """A browser with one tab; a context manager. Its own thread leaves event loops to the tests."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1)
@@ -31,9 +31,9 @@ class Browser:
         self._page: Any = None
 
     def open(self, url: str) -> tuple[str, ...] | None:
-        """Opens a page and waits until it is loaded; its title and text.
+        """Open a page, wait until it is loaded, and return its title and text.
 
-        A file that the browser would save is not a page: None.
+        Return None for a file, which a browser would save.
         """
 
         def visit() -> tuple[str, ...] | None:
@@ -47,7 +47,7 @@ class Browser:
         return self._thread.submit(visit).result()
 
     def wait_for_title(self, titles: Collection[str]) -> str:
-        """The title of the page once it is one of these."""
+        """Wait until the title of the page is one of these, and return the title."""
 
         def wait() -> str:
             holds = "titles => titles.includes(document.title)"

@@ -1,4 +1,4 @@
-"""Parts of scripts that stand for a training job and its launcher."""
+"""Parts of scripts that stand in for a training job and its launcher."""
 
 from typing import Final
 
@@ -9,7 +9,7 @@ import subprocess, sys
 ranks = [subprocess.Popen([sys.executable, *sys.argv[1:]]) for _ in range(3)]
 sys.exit(any(rank.wait() for rank in ranks))
 """
-"""Starts three processes of a job, as a launcher does, and waits for them."""
+"""Start three processes of a job as a launcher does, and wait for them."""
 
 BUILD_PROGRAM: Final = """
 import graphstash

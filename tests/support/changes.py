@@ -1,4 +1,4 @@
-"""Changes a database behind the servers' back."""
+"""Changes of a database without its servers."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ __all__ = ["execute"]
 
 
 def execute(url: str, statement: str) -> None:
-    """Run a statement. Without a URL, in the database of the settings."""
+    """Run a statement. Default: in the database of the settings."""
 
     async def change() -> None:
         engine = make_engine(sa.make_url(load_settings(database_url=url).database_url))

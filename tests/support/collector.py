@@ -1,4 +1,4 @@
-"""An OTLP/HTTP receiver in this process: keeps the spans that it is sent, by real messages."""
+"""An OTLP/HTTP receiver in this process, which stores the spans of real messages."""
 
 import gzip
 import threading
@@ -19,7 +19,7 @@ __all__ = ["Collector", "ReceivedSpan"]
 
 @dataclass(frozen=True, eq=False)
 class ReceivedSpan:
-    """A span as it came; ids are hexadecimal, `parent` is empty at a root."""
+    """A received span. IDs are hexadecimal; `parent` is empty for a root."""
 
     service: str
     name: str
@@ -32,11 +32,11 @@ class ReceivedSpan:
 
 
 class Collector:
-    """Listens on a free loopback port; a context manager.
+    """A receiver on a free loopback port; a context manager.
 
     Attributes:
-        spans: everything that came.
-        is_frozen: accepts, and does not answer until the end.
+        spans: all received spans.
+        is_frozen: accept requests without an answer until the end.
         asked: set by the first request.
     """
 
@@ -75,7 +75,7 @@ class Collector:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What sends the spans of a process here, soon after they end."""
+        """Return variables that send the spans of a process here soon after they end."""
         return {
             "GRAPHSTASH_TRACING": "1",
             "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{self._server.server_port}",
@@ -83,7 +83,7 @@ class Collector:
         }
 
     def named(self, name: str, **attributes: Any) -> list[ReceivedSpan]:
-        """The spans of a name that have these attributes of ours."""
+        """Return the spans of a name with these graphstash attributes."""
         wanted = {f"graphstash.{each}": value for each, value in attributes.items()}
         return [
             span
@@ -95,11 +95,11 @@ class Collector:
         return [span for span in self.named(name) if span.attributes.get("url.path") == path]
 
     def with_id(self, wanted: str) -> list[ReceivedSpan]:
-        """The span of an id, when it has come."""
+        """Return the received spans with this ID."""
         return [span for span in tuple(self.spans) if span.id == wanted]
 
     def until(self, holds: Callable[[], object]) -> None:
-        """Returns when it holds; batches come a moment after their spans end."""
+        """Wait until `holds()` is true. Batches arrive shortly after their spans end."""
         until(holds)
 
     def __enter__(self) -> Self:

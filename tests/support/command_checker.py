@@ -1,9 +1,9 @@
-"""Stands for a program in snippets that cannot run here, and checks how it is called.
+"""Check calls of a program in snippets that cannot run here.
 
     python command_checker.py <program> <arguments>
 
-graphstash's own command lines are parsed by the real command line; files that are named have to
-exist, in the page's directory or in the repository, and services in the compose files.
+The real command line parses graphstash's own commands. Named files must exist in the page's
+directory or in the repository, and named services in the compose files.
 """
 
 import re
@@ -47,7 +47,7 @@ _WITH_VALUE = (
 
 
 def check(program, *arguments):
-    """Ends the program with a sentence if this call cannot be right."""
+    """Exit with a message if this call cannot be right."""
     if program not in PROGRAMS:
         raise SystemExit(f"{program}: not a program that the checker knows")
     checks = {

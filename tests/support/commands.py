@@ -1,4 +1,4 @@
-"""The server's commands, in this process."""
+"""Commands of the server, in this process."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ __all__ = ["invoke"]
 
 
 def invoke(command: Any, *arguments: str, status: int = 0) -> str:
-    """What a command prints; it is a function, or an application of several."""
+    """Run a function, or an application of several commands, and return its output."""
     app = command
     if not isinstance(command, typer.Typer):
         app = typer.Typer()

@@ -1,4 +1,4 @@
-"""Jobs of one compiler in one of the versions that are tried; each is a process and a host."""
+"""Jobs of one compiler in one of the tested versions. Each job is a process on a host."""
 
 import os
 import shutil
@@ -21,13 +21,13 @@ __all__ = [
 ]
 
 _HOST = "HOST"
-"""Stands for the folder of a host in the values of variables."""
+"""Placeholder for the folder of a host in the values of variables."""
 
 INDUCTOR_VERSIONS = {"2.7.0": "", "2.15.0": "torch-newest"}
 TRITON_VERSIONS = {"3.3.0": "", "3.9.0": "torch-newest"}
-"""Environment by the compiler's version; empty is the one of the tests."""
+"""Environment by the compiler's version; empty for the tests' own."""
 
-# The variable leads to the folder of a host and is not in keys, other variables of a script are.
+# Keys contain the variables of a script, except this one, which names a folder of the host.
 _COUNTING_COMPILER = """#!/bin/sh
 echo "$*" >> "$TMPDIR/compiler.log"
 exec {compiler} "$@"
@@ -40,21 +40,21 @@ case "$*" in
 esac
 exec {ptxas} "$@"
 """
-"""The same text on every host: the assembler's bytes are in the key."""
+"""The text is equal on every host, because the key contains the bytes of the assembler."""
 
 
 class CompilerJobs:
-    """A context manager; kills what a failed test left.
+    """Starts jobs; a context manager that kills the jobs that a failed test left.
 
-    A host is a folder: caches, reports and the local tier are in it.
+    A host is a folder with its caches, reports and local tier.
 
     Args:
-        directory: every host is a folder in it.
-        jobs: starts them; its own unless they share a zygote.
-        variables: of every job's environment; `HOST` in a value becomes the host's folder.
-        defaults: of the other arguments of `Jobs.start`, settings included. With `cases`, a module
-            of `support.cases`, the options of a job are a function of that module and a dictionary
-            of its keyword arguments.
+        directory: parent of the hosts' folders.
+        jobs: starts the jobs. Default: its own; shared jobs share a zygote.
+        variables: environment of every job; `HOST` in a value becomes the host's folder.
+        defaults: defaults of the other arguments of `Jobs.start`, including settings. With `cases`,
+            a module of `support.cases`, the options of a job are a function of that module and a
+            dictionary of its keyword arguments.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class CompilerJobs:
         variables: Mapping[str, str] | None = None,
         **arguments: Any,
     ) -> Running:
-        """Starts a job on a host that is named by its folder."""
+        """Start a job on the host with this folder."""
         directory = self.directory / host
         arguments = self._defaults | arguments
         if cases := arguments.pop("cases", ""):
@@ -96,7 +96,7 @@ class CompilerJobs:
         return running
 
     def run(self, host: str, *options: object, **arguments: Any) -> Outcome:
-        """Starts a job and waits for what it reports."""
+        """Start a job, and wait for its report."""
         return self.start(host, *options, **arguments).finish()
 
     def artifacts(self, host: str) -> list[ArtifactKey]:
@@ -117,14 +117,14 @@ class CompilerJobs:
 
 class JaxJobs(CompilerJobs):
     def __init__(self, directory: Path, **defaults: Any) -> None:
-        # No look for a TPU: where libtpu is installed it asks the network for one.
+        # Do not search for a TPU: an installed libtpu would search the network.
         variables = {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2"}
         defaults = {"hooks": "jax", "cases": "jax_programs", "under": "fork:jax"} | defaults
         super().__init__(directory, variables=variables, **defaults)
 
 
 class TritonJobs(CompilerJobs):
-    """Kernels for a GPU that this host does not have; ptxas counts what it is asked to compile."""
+    """Jobs that compile kernels for an absent GPU. ptxas logs its calls."""
 
     def __init__(self, directory: Path, version: str, **settings: Any) -> None:
         self.version = version
@@ -142,7 +142,7 @@ class TritonJobs(CompilerJobs):
 
 
 class InductorJobs(CompilerJobs):
-    """The host's C++ compiler counts what it is asked to compile."""
+    """Jobs with a C++ compiler that logs its calls."""
 
     def __init__(self, directory: Path, version: str, **settings: Any) -> None:
         self.version = version
@@ -164,7 +164,7 @@ class InductorJobs(CompilerJobs):
         return super().start(host, *options, **arguments)
 
     def compiled(self, host: str) -> list[str]:
-        """The command lines of the C++ compiler on a host, but for questions about itself."""
+        """Return the command lines of a host's C++ compiler, without queries of its version."""
         log = self.directory / host / "tmp" / "compiler.log"
         lines = log.read_text().splitlines() if log.exists() else []
         return [line for line in lines if line not in {"-v", "--version"}]

@@ -1,6 +1,7 @@
-"""What compose makes of its files, and what the Dockerfile gives every container of the image.
+"""Merged compose files, and the settings of the Dockerfile for every container.
 
-As much of the compose specification as docker/ uses: interpolation, anchors, merging of files.
+Implements the parts of the compose specification that docker/ uses: interpolation, anchors, and the
+merging of files.
 """
 
 import json
@@ -19,14 +20,14 @@ DOCKER = Path(__file__).parents[2] / "docker"
 
 _VARIABLE = re.compile(r"\$\{(?P<name>[A-Z0-9_]+)(?P<kind>:-|:\?|-)?(?P<rest>[^}]*)\}")
 _REPLACED = {"command", "entrypoint", "test"}
-"""Lists that another file replaces; others grow."""
+"""Lists that a later file replaces. A later file extends other lists."""
 
 
 def load(*names: str, variables: Mapping[str, str]) -> dict[str, Any]:
-    """The services, networks and volumes of compose files, merged in order.
+    """Return the services, networks and volumes of compose files, merged in order.
 
     Raises:
-        KeyError: for a variable that is needed and not given.
+        KeyError: a required variable is missing.
     """
     merged: dict[str, Any] = {}
     for name in names:
@@ -36,14 +37,15 @@ def load(*names: str, variables: Mapping[str, str]) -> dict[str, Any]:
 
 
 def variables_of(*names: str) -> set[str]:
-    """The variables that compose files read."""
+    """Return the variables that compose files read."""
     return {
         match["name"] for name in names for match in _VARIABLE.finditer((DOCKER / name).read_text())
     }
 
 
 def copy_build_context(target: Path) -> None:
-    """Copies what `docker build` sees: .dockerignore leaves out everything but what it names."""
+    """Copy the files that `docker build` receives: .dockerignore excludes all but those that it
+    names."""
     root = DOCKER.parent
     for line in (root / ".dockerignore").read_text().splitlines():
         if line.startswith("!"):
@@ -56,7 +58,7 @@ def copy_build_context(target: Path) -> None:
 
 
 def example_variables() -> dict[str, str]:
-    """`.env.example`: name -> value, commented defaults included."""
+    """Return the variables of `.env.example` with their values, commented defaults included."""
     lines = (DOCKER / ".env.example").read_text().splitlines()
     return dict(
         line.removeprefix("#").split("=", 1)
@@ -70,9 +72,9 @@ class Image:
 
     Attributes:
         instructions: (name, arguments) of all stages, in order.
-        environment: what ENV sets.
+        environment: variables of ENV.
         entrypoint, command: in exec form.
-        healthcheck: the command of HEALTHCHECK.
+        healthcheck: command of HEALTHCHECK.
         user: uid:gid.
     """
 
@@ -101,7 +103,7 @@ def _interpolated(value: Any, variables: Mapping[str, str]) -> Any:
         return value
 
     def replaced(match: re.Match[str]) -> str:
-        if match["kind"] == "-":  # only a variable that is not set at all gets the default
+        if match["kind"] == "-":  # only an unset variable gets the default
             return variables.get(match["name"], match["rest"])
         found = variables.get(match["name"]) or ""
         if not found and match["kind"] == ":?":

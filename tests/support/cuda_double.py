@@ -1,8 +1,8 @@
-"""Stands in for CUDA graphs on a CPU, and keeps their rules.
+"""A stand-in for CUDA graphs on a CPU that enforces their rules.
 
-While a graph is captured nothing is executed: the operations are kept, with the memory that they
-read and write, and a replay does them again. Whoever reads a value then, or lets other threads
-spoil the capture, gets an error as from CUDA.
+A capture executes no operation. It records the operations with the memory that they read and write,
+and a replay executes them. Reading a value during a capture, or letting other threads disturb it,
+raises an error as CUDA does.
 """
 
 import contextlib
@@ -21,11 +21,11 @@ _READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.defau
 
 
 class CudaDouble:
-    """What tests look at.
+    """Observations for tests.
 
     Attributes:
-        captures: how many graphs were captured, failed ones left out.
-        pools: the memory pools that captures were given.
+        captures: number of successful captures.
+        pools: memory pools that captures used.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,13 +98,13 @@ class _Recording(TorchDispatchMode):
         return results
 
     def undo(self) -> None:
-        """Nothing was executed: what was there before has its values again."""
+        """Restore the values before the capture, because a capture executes nothing."""
         with torch.no_grad():
             for tensor, value in self._before.values():
                 tensor.copy_(value)
 
     def replay(self) -> None:
-        """Does the operations again, into the memory that they had."""
+        """Execute the operations again in their memory."""
         with torch.no_grad():
             for function, args, kwargs, results in self._operations:
                 again = function(*args, **kwargs)

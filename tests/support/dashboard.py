@@ -1,4 +1,4 @@
-"""What a team leaves on a server: artifacts, hits, misses, a manifest, runs and a herd."""
+"""Traces of a team on a server: artifacts, hits, misses, a manifest, runs and a herd."""
 
 import hashlib
 from dataclasses import asdict
@@ -28,7 +28,8 @@ def key_of(number: int, kind: str = "jax") -> ArtifactKey:
 
 
 class Team:
-    """Uses one namespace of a server, with a token that may write there, if it takes any."""
+    """A team that uses one namespace of a server, with a token for writing if the server requires
+    one."""
 
     def __init__(self, url: str, namespace: str, token: str | None = None) -> None:
         headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -87,7 +88,7 @@ class Team:
         producer: str = "ana@node04:4711",
         age: timedelta = timedelta(0),
     ) -> None:
-        """A run that missed programs: each a key, a label and a cause."""
+        """Report a run with misses; each miss has a key, a label and a cause."""
         missed: list[dict[str, Any]] = [
             {"key": asdict(key), "label": label, "cause": cause, "seconds": 12.5}
             for key, label, cause in misses
@@ -119,7 +120,7 @@ class Team:
         self._ok(self.http.post(path, json={"holder": holder, "ttl_seconds": 600}))
 
     def work(self) -> ArtifactKey:
-        """All of it; the artifact that everything is about."""
+        """Do all work of the team, and return the artifact that most of it is about."""
         key = self.put(0)
         near = self.put(1, parts={"env.XLA_FLAGS": "--a=2"}, producer="ben@node11:99")
         self.put(2, kind="triton", label="_attn_fwd", toolchain="triton 3.3.0", seconds=3.5)

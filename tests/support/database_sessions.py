@@ -1,4 +1,4 @@
-"""Watches the sessions of a PostgreSQL database from a session of its own."""
+"""Observe the sessions of a PostgreSQL database from a separate session."""
 
 import asyncio
 import time
@@ -11,7 +11,7 @@ import asyncpg
 __all__ = ["BOUND_SECONDS", "connected", "eventually", "waiting"]
 
 BOUND_SECONDS: Final = 60.0
-"""Far above what it takes: a loaded machine decides nothing."""
+"""Far longer than any wait takes, so that a busy machine does not decide a test."""
 
 
 @asynccontextmanager
@@ -24,7 +24,7 @@ async def connected(database: str) -> AsyncIterator[Any]:
 
 
 async def eventually(ask: Callable[[], Awaitable[Any]]) -> Any:
-    """Waits until it says something true, which is returned."""
+    """Wait until `ask` returns a true value, and return that value."""
     deadline = time.monotonic() + BOUND_SECONDS
     while not (found := await ask()):
         assert time.monotonic() < deadline
@@ -33,7 +33,7 @@ async def eventually(ask: Callable[[], Awaitable[Any]]) -> Any:
 
 
 async def waiting(watch: Any) -> Any:
-    """Sessions that wait for a lock."""
+    """Return the sessions that wait for a lock."""
     return await watch.fetch(
         "SELECT pid FROM pg_stat_activity WHERE datname = current_database() "
         "AND wait_event_type = 'Lock'"

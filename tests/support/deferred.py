@@ -7,9 +7,9 @@ __all__ = ["Deferred"]
 
 
 class Deferred:
-    """Stands for a module, which is imported when one of its names is first used.
+    """A stand-in for a module that imports the module when one of its names is first used.
 
-    A test may patch it like the module.
+    A test may patch the stand-in like the module.
     """
 
     __slots__ = ("_module_name",)
@@ -22,7 +22,8 @@ class Deferred:
         return vars(import_module(self._module_name))
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_mock_name":  # pytest asks all that a file defines
+        # pytest looks up such names in every object of a test file.
+        if name.startswith("__") or name == "_mock_name":
             raise AttributeError(name)
         return getattr(import_module(self._module_name), name)
 

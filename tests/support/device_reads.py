@@ -1,4 +1,4 @@
-"""Counts how often the host reads the device."""
+"""A counter of the host's reads of the device."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ __all__ = ["Reads"]
 
 
 class Reads(TorchDispatchMode):
-    """Counts what reads a tensor's value while it is entered."""
+    """Count the operations that read a tensor's value in this block."""
 
     count = 0
 

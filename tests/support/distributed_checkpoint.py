@@ -1,4 +1,4 @@
-"""A model and its optimizers, saved and loaded by torch.distributed.checkpoint in one process.
+"""Save and load a model and its optimizers with torch.distributed.checkpoint in one process.
 
 The state of the optimizers is one flat dictionary, or nested by parameters.
 """
@@ -26,7 +26,7 @@ Optimizers = Optimizer | Iterable[Optimizer]
 def save(model: nn.Module, optimizers: Optimizers, folder: Path, *, is_flat: bool) -> None:
     state = _state(model, optimizers, StateDictOptions(flatten_optimizer_state_dict=is_flat))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch itself
+        warnings.simplefilter("ignore")  # torch warns of its own code
         state_dict_saver.save(state, checkpoint_id=folder, no_dist=True)
 
 
@@ -38,12 +38,12 @@ def load(
     is_flat: bool,
     is_partial: bool = False,
 ) -> None:
-    """Load what the folder has. If `is_partial`, it may lack some options of the optimizers."""
+    """Load a checkpoint. If `is_partial`, it may lack some options of the optimizers."""
     options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
     state = _state(model, optimizers, options)
     planner = DefaultLoadPlanner(allow_partial_load=is_partial)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch itself
+        warnings.simplefilter("ignore")  # torch warns of its own code
         state_dict_loader.load(state, checkpoint_id=folder, planner=planner, no_dist=True)
     set_model_state_dict(model, state["model"])
     given = state["optimizer"]

@@ -1,4 +1,4 @@
-"""Small distributions in a folder, as an installer leaves them there."""
+"""Small distributions in a folder, in the form in which an installer writes them."""
 
 import textwrap
 from pathlib import Path

@@ -14,20 +14,20 @@ from support.waiting import PATIENT_VARIABLES
 __all__ = ["CANARY", "altering", "diagnose", "doctor", "expect", "line"]
 
 CANARY = "gst_canarycanaryabcd_" + "CANARY0" * 6 + "x"
-"""A token that no server knows, and that must not be shown."""
+"""A token that no server accepts, and that no output may contain."""
 
 
 def diagnose(
     url: str = "http://127.0.0.1:9", *, probe: bool = False, **settings: object
 ) -> list[Finding]:
-    """What the doctor finds with these settings; names in lower case."""
+    """Return the findings of the doctor with these settings, whose names are in lower case."""
     environ = PATIENT_VARIABLES | {"GRAPHSTASH_URL": url}
     environ |= {f"GRAPHSTASH_{name.upper()}": str(value) for name, value in settings.items()}
     return list(examine(environ, {}, with_probe=probe))
 
 
 def line(findings: Sequence[Finding], name: str, state: State | None = None) -> Finding:
-    """The one finding of a name, or the one of a name and a state."""
+    """Return the only finding of a name, or of a name and a state."""
     found = [each for each in findings if each.name == name and state in (None, each.state)]
     assert len(found) == 1, findings
     return found[0]
@@ -58,7 +58,7 @@ def altering(
     at: str = "",
     **headers: str | None,
 ) -> Iterator[str]:
-    """A proxy that changes every answer, or those of one path."""
+    """Start a proxy that changes every answer, or the answers of one path, and return its URL."""
 
     def change(request: Request, answer: Answer) -> Answer:
         if request.path.startswith(at):

@@ -1,7 +1,7 @@
-"""Environments beside `.venv`, for compilers in other versions: `.venv-<name>`, made on first use.
+"""Environments beside `.venv` for other versions of compilers: `.venv-<name>`, made on first use.
 
-`tests/environments/<name>.in` says what one is for, `<name>.txt` is every version in it (`make
-constraints` writes it). The client is installed into each of them, as in a user's own environment.
+`tests/environments/<name>.in` states the purpose of an environment, and `<name>.txt` pins all its
+versions (`make constraints` writes it). Each environment contains the client, as a user's own does.
 """
 
 import hashlib
@@ -18,9 +18,9 @@ _ROOT = Path(__file__).parents[2]
 
 
 def python_of(name: str) -> Path:
-    """The Python of an environment, which is installed when it is absent or out of date.
+    """Return the Python of an environment, after installing the environment if it is out of date.
 
-    Without a name, the one that runs the tests.
+    Without a name, return the Python that runs the tests.
     """
     if not name:
         return Path(sys.executable)
@@ -47,7 +47,7 @@ def python_of(name: str) -> Path:
 
 
 def packages_of(name: str) -> Path:
-    """The folder of an environment in which its packages are installed."""
+    """Return the folder of an environment's packages."""
     return _packages_in(python_of(name).parents[1])
 
 
@@ -66,7 +66,7 @@ def _link_bytecode(known: Path, packages: Path) -> None:
     for compiled in known.rglob(f"*.{sys.implementation.cache_tag}.pyc"):
         linked = packages / compiled.relative_to(known)
         name = f"{linked.name.partition('.')[0]}.py"
-        with suppress(OSError):  # the module is not there, or its bytecode is
+        with suppress(OSError):  # the module is missing, or its bytecode exists
             if compiled.parents[1].joinpath(name).samefile(linked.parents[1] / name):
                 linked.parent.mkdir(exist_ok=True)
                 linked.hardlink_to(compiled)

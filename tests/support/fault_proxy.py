@@ -1,4 +1,4 @@
-"""A TCP proxy in front of a real server that misbehaves on demand, byte by byte."""
+"""A TCP proxy in front of a real server that fails on demand, byte by byte."""
 
 import re
 import socket
@@ -12,33 +12,33 @@ from typing import Final, Self
 __all__ = ["IMPATIENT", "LEASE_REQUEST", "Fault", "FaultProxy"]
 
 IMPATIENT: Final = {"connect_seconds": 0.5, "first_byte_seconds": 2}
-"""The defaults, for clients of the proxy: some faults last as long as they wait."""
+"""The product's default timeouts, for clients of the proxy. Some faults last until a timeout."""
 
 
 class Fault(StrEnum):
-    """How the proxy misbehaves; only `NONE` lets a connection through untouched."""
+    """How the proxy fails. Only `NONE` passes a connection through unchanged."""
 
     NONE = "none"
     RESET = "reset"
-    """Every connection is reset as soon as a request came."""
+    """Reset every connection after its request."""
     SILENT = "silent"
-    """Nothing is ever answered."""
+    """Never answer."""
     DRIP = "drip"
-    """One byte of the answer every 0.2 s, headers included."""
+    """Send one byte of the answer every 0.2 s, headers included."""
     GARBAGE = "garbage"
-    """Not HTTP."""
+    """Answer with bytes that are not HTTP."""
     STRANGER = "stranger"
-    """Sound HTTP of some other server, which answers 200 to everything."""
+    """Answer every request with 200 and valid HTTP, as another server would."""
     FAILING = "failing"
-    """500 to everything."""
+    """Answer every request with 500."""
     BUSY = "busy"
-    """503 with Retry-After to everything."""
+    """Answer every request with 503 and Retry-After."""
     FLIP = "flip"
-    """A bit in the middle of every artifact's body is flipped."""
+    """Flip a bit in the middle of every artifact's body."""
     TRUNCATE = "truncate"
-    """The connection ends in the middle of an artifact's body."""
+    """End the connection in the middle of an artifact's body."""
     SWAP = "swap"
-    """Every GET of an artifact is answered with the artifact `swap_to`."""
+    """Answer every GET of an artifact with the artifact `swap_to`."""
 
 
 _STRANGER = b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\nContent-Length: 13\r\n\r\n<html></html>"
@@ -56,13 +56,13 @@ _GET_ARTIFACT = re.compile(rb"^GET (/v1/[^/ ]+/artifacts/)([^ ]+)( HTTP)")
 
 
 class FaultProxy:
-    """Listens on a free loopback port; `fault` may be changed at any time.
+    """A proxy on a free loopback port; `fault` may be changed at any time.
 
-    One request per connection, so that every request meets the present fault.
+    Each connection carries one request, so every request meets the present fault.
 
     Attributes:
-        hold: Requests whose answers wait for `go_on`. Default: none.
-        held: Set when the server has answered such a request.
+        hold: pattern of requests whose answers wait for `go_on`. Default: none.
+        held: set when the server has answered such a request.
     """
 
     def __init__(self, upstream_port: int) -> None:
@@ -118,7 +118,7 @@ class FaultProxy:
         artifact = _GET_ARTIFACT.match(head)
         if fault is Fault.SWAP and artifact:
             head = _GET_ARTIFACT.sub(rb"GET \g<1>" + self.swap_to.encode() + rb"\g<3>", head)
-        # One request per connection keeps the answer's end in sight.
+        # With one request per connection, the end of the connection ends the answer.
         head = re.sub(rb"(?i)\r\nconnection: [^\r]*", b"", head)
         head = head.replace(b"\r\n", b"\r\nConnection: close\r\n", 1)
         with socket.create_connection(("127.0.0.1", self._upstream_port)) as upstream:
@@ -146,7 +146,7 @@ class FaultProxy:
                     return
         else:
             connection.sendall(answer)
-        # Closing alone would not end it while the pump still reads from it.
+        # Closing alone would not end the connection while the pump still reads from it.
         connection.shutdown(socket.SHUT_RDWR)
 
 

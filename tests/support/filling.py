@@ -1,4 +1,4 @@
-"""Fills a database with artifacts by the thousand, past the server."""
+"""Fill a database with thousands of artifacts, without the server."""
 
 import asyncio
 import hashlib
@@ -30,7 +30,8 @@ __all__ = [
 
 BLOB_BYTES = 4096
 _BLOBS = 256
-"""Different blobs; artifacts share them, so that a million take a megabyte of disk."""
+"""Number of different blobs. Artifacts share them, so a million artifacts take a megabyte of
+disk."""
 
 _NAMESPACE = "bench"
 _NEWEST = datetime(2026, 6, 1, tzinfo=UTC)
@@ -38,7 +39,7 @@ _COLUMNS = [column.name for column in tables.artifacts.columns]
 
 
 def blob(number: int) -> bytes:
-    """The blob of an artifact."""
+    """Return the blob of an artifact."""
     return f"{number % _BLOBS} ".encode().ljust(BLOB_BYTES, b".")
 
 
@@ -47,7 +48,7 @@ def fingerprint(number: int) -> str:
 
 
 def fill(url: str, data_dir: Path, count: int) -> None:
-    """Adds artifacts to a migrated database, and their blobs to a disk store."""
+    """Add artifacts to a migrated database, and their blobs to a disk store."""
     for number in range(min(count, _BLOBS)):
         sha256 = hashlib.sha256(blob(number)).hexdigest()
         path = data_dir / "blobs" / "sha256" / sha256[:2] / sha256
@@ -63,8 +64,9 @@ def fill(url: str, data_dir: Path, count: int) -> None:
 
 
 def describe(url: str, count: int) -> None:
-    """Describes the artifacts of a database, all but the first in one environment; ten in a
-    hundred have one label.
+    """Describe the artifacts of a database.
+
+    All artifacts but the first have one environment. Ten of every hundred have one label.
     """
     found = [environment_of(is_usual=is_usual) for is_usual in (True, False)]
     environments = [(digest_of_parts(parts), json.dumps(parts), _NEWEST) for parts in found]
@@ -76,7 +78,7 @@ def describe(url: str, count: int) -> None:
 
 
 def _add(url: str, **added: tuple[Sequence[str], Iterable[tuple[Any, ...]]]) -> None:
-    """Adds rows to tables: each a table's name, columns and their values."""
+    """Add rows to tables. Each table has columns and their values."""
     parsed = make_url(url)
     if parsed.get_backend_name() == "postgresql":
         asyncio.run(_copy(parsed, added))
@@ -89,7 +91,7 @@ def _add(url: str, **added: tuple[Sequence[str], Iterable[tuple[Any, ...]]]) -> 
 
 
 def _without_timezone(row: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Writes times as SQLite keeps them."""
+    """Return a row with times as SQLite stores them."""
     return tuple(
         str(value.replace(tzinfo=None)) if isinstance(value, datetime) else value for value in row
     )
@@ -134,7 +136,7 @@ def program_of(number: int) -> dict[str, str]:
 
 
 def environment_of(*, is_usual: bool) -> dict[str, str]:
-    """Twenty parts of which one has many words, as a host has them."""
+    """Return twenty parts, one of them with many words, as on a real host."""
     flags = " ".join(f"feature{number}" for number in range(150))
     parts = {f"part{number}": f"value {number}" for number in range(18)}
     return {**parts, "cpu_features": flags, "env.XLA_FLAGS": f"--a={1 if is_usual else 2}"}

@@ -1,4 +1,4 @@
-"""What the tests of Trainer, Accelerate, Lightning and torchtitan's loop train, and compare."""
+"""Model, batches and comparisons for the tests of Trainer, Accelerate, Lightning and torchtitan."""
 
 import copy
 import warnings
@@ -16,13 +16,13 @@ WIDTH = 8
 
 
 def framework(name: str) -> ModuleType:
-    """Imports a framework, which takes some ten seconds: never while tests are collected."""
+    """Import a framework. This takes about ten seconds, so no test file may do it at collection."""
     with warnings.catch_warnings(action="ignore"):
         return import_module(name)
 
 
 class Regression(nn.Module):
-    """Three layers, whose outputs are to be the sum of the inputs."""
+    """Three layers that learn the sum of their inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,27 +32,27 @@ class Regression(nn.Module):
         self.third = nn.Linear(16, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Gives [N, 1] for [N, WIDTH]."""
+        """Return [N, 1] for [N, WIDTH]."""
         return self.third(torch.tanh(self.second(torch.tanh(self.first(x)))))
 
     def loss(self, x: Tensor) -> Tensor:
-        """The mean square error, []."""
+        """Return the mean square error, []."""
         return (self(x) - x.sum(1, keepdim=True)).square().mean()
 
 
 def batches(count: int) -> list[Tensor]:
-    """Batches of four, each [4, WIDTH], the same at every call."""
+    """Return batches of four, each [4, WIDTH], equal at every call."""
     generator = torch.Generator().manual_seed(7)
     return [torch.randn(4, WIDTH, generator=generator) for _ in range(count)]
 
 
 def states(model: nn.Module, optimizer: Any) -> list[Any]:
-    """A copy of the state dictionaries."""
+    """Return a copy of the state dictionaries."""
     return copy.deepcopy([model.state_dict(), optimizer.state_dict()])
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Whether two nested values are equal, tensors to the bit."""
+    """Return whether two nested values are equal, tensors to the bit."""
     if isinstance(a, Tensor):
         return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict):

@@ -1,4 +1,4 @@
-"""A server process that asks for tokens, and a picture of everything that it keeps."""
+"""A server process that requires tokens, and a snapshot of everything that it stores."""
 
 import asyncio
 import hashlib
@@ -24,7 +24,7 @@ __all__ = ["DEVICE", "GuardedServer", "Picture", "artifact_path", "fingerprint",
 DEVICE = "cpu-x86_64-0123456789abcdef"
 
 _VOLATILE = {
-    # They count what was read and refused, and change with every honest look.
+    # Reads and refused requests change these columns, so legitimate requests change them.
     "artifacts": {"hits", "last_used_at", "rank", "looked_up_until"},
     "tokens": {"last_used_at"},
     "usage": {"hits", "misses", "served_bytes", "conflicts", "saved_seconds"},
@@ -36,7 +36,7 @@ _WATCHED = (
 
 
 class Picture(NamedTuple):
-    """What is kept: the digest of every file, and every row of every table that matters."""
+    """A snapshot: the digest of every file, and every row of every relevant table."""
 
     files: dict[str, str]
     rows: dict[str, list[Row[Any]]]
@@ -51,7 +51,7 @@ def artifact_path(namespace: str, number: int = 0, *, kind: str = "jax") -> str:
 
 
 def keys(numbers: Iterable[int]) -> list[dict[str, str]]:
-    """Keys of artifacts, as calls name them."""
+    """Return keys of artifacts in the form of request bodies."""
     return [
         {"kind": "jax", "device_type": DEVICE, "fingerprint": fingerprint(number)}
         for number in numbers
@@ -59,11 +59,11 @@ def keys(numbers: Iterable[int]) -> list[dict[str, str]]:
 
 
 class GuardedServer(Callers, ServerProcess):
-    """A context manager.
+    """A server process; a context manager.
 
     Attributes:
-        directory: holds its data, and beside them a file that is none of its business.
-        canary: what stands in that file.
+        directory: parent of its data, and of a file that the server must not read.
+        canary: contents of that file.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class GuardedServer(Callers, ServerProcess):
         metadata: ArtifactMetadata | str | None = None,
         **headers: str,
     ) -> httpx.Response:
-        """Uploads a blob as an attacker would, who keeps to no envelope."""
+        """Upload a blob as an attacker would, without a valid envelope."""
         headers = {name.replace("_", "-"): value for name, value in headers.items()}
         headers["Repr-Digest"] = Digest.of(blob).repr_digest
         if metadata is not None:
@@ -112,7 +112,7 @@ class GuardedServer(Callers, ServerProcess):
         return self.http(token or self.admin).put(path, content=blob, headers=headers)
 
     def fill(self, namespace: str, *numbers: int) -> None:
-        """Artifacts that an attack may not touch."""
+        """Store artifacts that an attack must not change."""
         for number in numbers or (0,):
             metadata = ArtifactMetadata(compile_seconds=1.0, raw_size_bytes=1)
             path = artifact_path(namespace, number)
@@ -120,7 +120,7 @@ class GuardedServer(Callers, ServerProcess):
             assert answer.status_code == 201, answer.text
 
     def digest_of(self, namespace: str) -> str:
-        """Of the only artifact there, as reports name it."""
+        """Return the digest of the namespace's only artifact, as reports name it."""
         (digest,) = (
             f"sha256:{row.sha256}"
             for row in self.picture().rows["artifacts"]
@@ -143,7 +143,8 @@ class GuardedServer(Callers, ServerProcess):
 
     @contextmanager
     def withstands(self) -> Iterator[Counter[str]]:
-        """Whatever is done in here changes nothing; gives what was refused, by error code."""
+        """Require that the block changes nothing, and count the refusals of the block by error
+        code."""
         refused: Counter[str] = Counter()
         before, counted = self.picture(), Counter(self.stats()["refused"])
         yield refused

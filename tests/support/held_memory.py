@@ -10,7 +10,7 @@ from torch.utils import dlpack
 __all__ = ["HOLDERS"]
 
 _DLPACK: Final[Any] = dlpack
-"""Not annotated by torch."""
+"""torch does not annotate it."""
 
 HOLDERS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "a view": lambda tensor: tensor.detach().view(-1)[:],
@@ -22,4 +22,4 @@ HOLDERS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "from_dlpack": lambda tensor: _DLPACK.from_dlpack(tensor.detach()),
     "to_dlpack": lambda tensor: _DLPACK.from_dlpack(_DLPACK.to_dlpack(tensor)),
 }
-"""By name: returns a tensor that shares memory with the given one, but no version."""
+"""Functions by name. Each returns a tensor that shares memory with its argument, but no version."""

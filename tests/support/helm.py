@@ -1,4 +1,4 @@
-"""What Helm makes of the chart in docker/helm, checked against the API schemas of Kubernetes."""
+"""Render the chart in docker/helm, and check the objects against the API schemas of Kubernetes."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,10 +14,11 @@ __all__ = ["CHART", "VERSIONS", "HelmError", "render", "render_all", "validate"]
 
 CHART = DOCKER / "helm"
 VERSIONS = ("1.25", "1.31", "1.37")
-"""Of Kubernetes: the oldest that the chart accepts, one between, and the newest with a schema."""
+"""Kubernetes versions: the oldest that the chart accepts, one between, and the newest with a
+schema."""
 
-# Helm's library reports on standard error what it reads. Objects of the Prometheus operator have no
-# schema here.
+# Helm's library logs the files that it reads to standard error. Objects of the Prometheus operator
+# have no schema here.
 _PROGRAM = """
 import json, sys
 import helm_python, kubernetes_validate, yaml
@@ -51,11 +52,11 @@ json.dump({"rendered": rendered, "problems": problems}, sys.stdout)
 
 
 class HelmError(Exception):
-    """Helm refuses the values; its message."""
+    """Helm refuses the values, with this message."""
 
 
 def render(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The `objects` and the `notes` of an installation in the namespace `ml`.
+    """Return the `objects` and the `notes` of an installation in the namespace `ml`.
 
     Raises:
         HelmError: Helm refuses the values.
@@ -69,10 +70,10 @@ def render(values: Mapping[str, Any]) -> dict[str, Any]:
 def render_all(
     values: Iterable[Mapping[str, Any]], *, names: Iterable[str] = repeat("graphstash")
 ) -> list[Any]:
-    """For each values file what `render` returns, or the text of Helm's refusal.
+    """Return the result of `render`, or the text of Helm's refusal, for each set of values.
 
     Args:
-        names: of the installations.
+        names: names of the installations.
     """
     rendered: list[Any] = _run(charts=list(zip(names, values, strict=False)), objects=[])[
         "rendered"
@@ -81,7 +82,7 @@ def render_all(
 
 
 def validate(objects: Sequence[Mapping[str, Any]]) -> None:
-    """Fails unless the objects are valid in all `VERSIONS`, which know all of their fields."""
+    """Require that the objects are valid, without unknown fields, in all `VERSIONS`."""
     _run(charts=[], objects=objects)
 
 

@@ -1,4 +1,4 @@
-"""HookContract: what every hook promises, proved by jobs of its real compiler."""
+"""HookContract: the promises of every hook, tested by jobs of its real compiler."""
 
 import itertools
 import os
@@ -31,7 +31,7 @@ REASONS = {
     Fault.TRUNCATE: "truncated",
     Fault.SWAP: "wrong_key",
 }
-"""What a job counts when the server is missing, slow, broken, or sends other payloads."""
+"""Fallback reasons of a job whose server is missing, slow, broken, or sends other payloads."""
 
 _REASON = "the cache beneath the hook keeps it, whatever the version of the compiler"
 OF_THE_CACHE = {
@@ -39,7 +39,7 @@ OF_THE_CACHE = {
     "test_host_that_found_the_programs_needs_no_server": _REASON,
     "test_another_host_compiles_for_a_lease_holder_that_was_ended": _REASON,
 }
-"""For `cannot`: what one version of a compiler proves for all."""
+"""Entries of `cannot` for tests that one version of a compiler proves for all versions."""
 
 STRANGER = ArtifactKey.parse("schedule", "cpu-other", "0" * 64)
 
@@ -47,7 +47,7 @@ _numbers = itertools.count()
 
 
 class HookContract:
-    """The tests. A subclass describes a small job of its compiler.
+    """Tests of a hook. A subclass describes a small job of its compiler.
 
     The job is a function of a module in `support.cases`, unless the subclass overrides `options`.
 
@@ -55,10 +55,10 @@ class HookContract:
         case: `module:function` of the job.
         keywords: arguments of the function.
         programs: number of programs that a cold job compiles.
-        herd_programs: number of programs that jobs at once compile only once. Default: all.
+        herd_programs: number of programs that simultaneous jobs compile only once. Default: all.
         package: the compiler's package, whose `__version__` the hook reads.
-        unsupported: a version that makes the hook step aside.
-        cold_under: how the first job starts, see `support.jobs`.
+        unsupported: a version with which the hook is not installed.
+        cold_under: start of the first job, see `support.jobs`.
         cannot: names of tests that do not hold for the hook, with the reason.
     """
 
@@ -75,19 +75,19 @@ class HookContract:
         for name, reason in cls.cannot.items():
             assert callable(getattr(HookContract, name)), name
             assert reason, name
-            setattr(cls, name, None)  # which pytest does not collect
+            setattr(cls, name, None)  # pytest does not collect None
 
     @classmethod
     def open(cls, directory: Path, **settings: Any) -> CompilerJobs:
-        """Return what starts jobs of the compiler."""
+        """Return an object that starts jobs of the compiler."""
         raise NotImplementedError
 
     def compiled(self, outcome: Outcome) -> int:
-        """Return how many programs the job compiled, as the compiler counts them."""
+        """Return the number of programs that the job compiled, as counted by the compiler."""
         raise NotImplementedError
 
     def result(self, outcome: Outcome) -> object:
-        """Return what the job computed."""
+        """Return the result that the job computed."""
         raise NotImplementedError
 
     def compiled_by_herd(self, outcomes: Sequence[Outcome]) -> int:
@@ -96,7 +96,7 @@ class HookContract:
 
     @classmethod
     def options(cls, wrapper: str = "", **keywords: Any) -> tuple[tuple[object, ...], Any]:
-        """Return options and arguments of `start` for the job, or a case around it."""
+        """Return options and arguments of `start` for the job, or for a case around it."""
         module, _, function = cls.case.partition(":")
         if not wrapper:
             return (function, {**cls.keywords, **keywords}), {"cases": module}
@@ -113,7 +113,8 @@ class HookContract:
     @pytest.fixture(scope="class")
     @classmethod
     def namespace(cls) -> str:
-        # Tests in random order leave the class and come back to it, and `cold` finds nothing again.
+        # Tests in random order run the class in parts, and each part needs a namespace without
+        # artifacts.
         return f"contract-{cls.__name__.lower()}-{next(_numbers)}"
 
     @pytest.fixture(scope="class")
@@ -144,7 +145,7 @@ class HookContract:
     @pytest.fixture(scope="class")
     @classmethod
     def stranger(cls, hosts: CompilerJobs, server: Server, namespace: str) -> str:
-        """The key of a sound artifact that no compiler asks for."""
+        """The key of a sound artifact that no compiler requests."""
         place = hosts.directory / "stranger"
         settings = {"namespace": Namespace(namespace), "cache_dir": place, **PATIENT}
         with Stash(ClientConfig.load({}, url=server.url, **settings)) as stash:
@@ -183,7 +184,7 @@ class HookContract:
             proxy.fault = Fault(fault) if fault in set(Fault) else Fault.NONE
             proxy.swap_to = stranger
             url = "http://127.0.0.1:9" if fault == "missing" else proxy.url
-            # From such a server, no answer can come too late to be what is counted.
+            # These two faults only end at a timeout, so a short one causes no other fallback.
             waits = {Fault.SILENT: "first_byte_seconds", Fault.DRIP: "fetch_seconds"}
             patience = {waits[Fault(fault)]: 0.3} if fault in waits else {}
             outcome = self.run(hosts, str(fault), url=url, **(IMPATIENT | patience))
@@ -199,7 +200,7 @@ class HookContract:
     def test_host_that_found_the_programs_needs_no_server(
         self, hosts: CompilerJobs, cold: Outcome, server: Server
     ) -> None:
-        tier = hosts.directory / "offline" / "tier"  # beside no files of the compiler
+        tier = hosts.directory / "offline" / "tier"  # without files of the compiler in it
         shutil.copytree(hosts.directory / "cold" / "tier", tier)
         again = self.run(hosts, "offline", url=unplugged(tier, server.url))
         assert self.compiled(again) == 0
@@ -249,6 +250,6 @@ class HookContract:
             assert holder.status() != 0
         after = self.run(hosts, f"{number.name}-after", **settings)
         assert self.result(after) == self.result(cold)
-        # An interrupt may reach Python when the compiler has ended: that program is published.
+        # If the interrupt reaches Python after the compilation has ended, the program is published.
         assert self.compiled(after) + after.hits >= self.programs
         assert number == signal.SIGINT or self.compiled(after) == self.programs

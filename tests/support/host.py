@@ -14,7 +14,7 @@ from graphstash_schema import ArtifactKey, ArtifactMetadata
 __all__ = ["METADATA", "Host", "file_size_limit", "key", "request"]
 
 METADATA: Final = ArtifactMetadata(compile_seconds=3.0, raw_size_bytes=5)
-"""Of b"graph", which tests publish if its bytes do not matter."""
+"""Metadata of b"graph", which tests publish if its bytes do not matter."""
 
 
 def key(number: int = 1, kind: str = "torch_xla") -> ArtifactKey:
@@ -27,7 +27,7 @@ def request(number: int = 1, kind: str = "torch_xla") -> CompileRequest:
 
 @contextmanager
 def file_size_limit(size_bytes: int) -> Iterator[None]:
-    """This process's disk is full as soon as a file is that large."""
+    """Limit the size of this process's files, as a full disk does."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
     try:
@@ -37,11 +37,11 @@ def file_size_limit(size_bytes: int) -> Iterator[None]:
 
 
 class Host:
-    """Compiles what its cache does not have; a context manager.
+    """A host that compiles on a miss; a context manager.
 
     Attributes:
-        compiles: how often it had to compile.
-        result: what it compiles.
+        compiles: number of compilations.
+        result: result of each compilation.
     """
 
     def __init__(self, stash: Stash | ClientConfig, *, capacity: int = 8) -> None:
@@ -61,7 +61,7 @@ class Host:
 
     @property
     def stats(self) -> Stats:
-        """Counts, when everything has been published."""
+        """Return the counters after all uploads."""
         assert self.publisher.drain(20)
         return self.counters.snapshot()
 

@@ -1,4 +1,4 @@
-"""A hostile server: a proxy in front of a real one that changes what passes."""
+"""A hostile server: a proxy in front of a real one that changes requests and answers."""
 
 import http.server
 import ssl
@@ -15,7 +15,7 @@ _HOP = {"connection", "transfer-encoding", "content-length", "date"}
 
 
 class Request(NamedTuple):
-    """What a client sent; the names of the headers are in lower case."""
+    """A client's request. Names of headers are in lower case."""
 
     method: str
     path: str
@@ -25,7 +25,8 @@ class Request(NamedTuple):
 
 @dataclass
 class Answer:
-    """What the client gets. Its Content-Length is that of the body unless the headers say so."""
+    """An answer to the client. Content-Length is the body's length unless the headers contain
+    one."""
 
     status: int
     headers: dict[str, str]
@@ -33,17 +34,17 @@ class Answer:
 
 
 class Middlebox:
-    """A context manager.
+    """A proxy; a context manager.
 
     Attributes:
-        requests: all that came.
+        requests: all received requests.
         change: makes an answer of a request and the real server's answer to it.
 
     Args:
         upstream: the real server's URL.
-        change: see the attribute; by default nothing is changed.
+        change: see the attribute. Default: change nothing.
         context: to speak TLS.
-        token: is shown to the real server, whatever the client shows.
+        token: sent to the real server instead of the client's token.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Middlebox:
         self.url = f"http{'s' if context else ''}://127.0.0.1:{self._server.server_port}"
 
     def ask(self, request: Request, *, path: str | None = None) -> Answer:
-        """What the real server says, of the same path or another one."""
+        """Return the real server's answer for the same path or another one."""
         sent = {name: value for name, value in request.headers.items() if name not in _HOP}
         sent.pop("graphstash-accept-redirect", None)
         answer = self._upstream.request(
@@ -100,7 +101,7 @@ class Middlebox:
         return Answer(answer.status_code, sent, answer.content)
 
     def to(self, part: str, *, method: str | None = None) -> list[Request]:
-        """The requests whose path has a part."""
+        """Return the requests whose path contains a part."""
         return [
             request
             for request in self.requests

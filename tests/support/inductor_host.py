@@ -1,4 +1,4 @@
-"""A host of its own inside this process: the hook, and empty directories of torch."""
+"""A host inside this process: the inductor hook, and empty directories of torch."""
 
 import os
 from collections.abc import Iterator
@@ -20,10 +20,10 @@ __all__ = ["InductorHost", "inductor_host"]
 
 
 class InductorHost(Host):
-    """What a host has.
+    """A host of torch.compile.
 
     Attributes:
-        hook: is installed.
+        hook: the installed hook.
     """
 
     def __init__(self, config: ClientConfig) -> None:
@@ -39,10 +39,10 @@ class InductorHost(Host):
 
 @contextmanager
 def inductor_host(directory: Path, **settings: Any) -> Iterator[InductorHost]:
-    """Installs the hook and takes it out again.
+    """Install the hook for the block.
 
     Args:
-        directory: of the local tier.
+        directory: directory of the local tier.
         settings: fields of ClientConfig.
     """
     torch._dynamo.reset()
@@ -53,14 +53,15 @@ def inductor_host(directory: Path, **settings: Any) -> Iterator[InductorHost]:
             {
                 "cpp.vec_isa_ok": True,
                 "compile_threads": 1,
-                "post_grad_custom_post_pass": None,  # importing torchao sets one, in this process
+                "post_grad_custom_post_pass": None,  # importing torchao sets one in this process
             }
         ),
     ):
         if pretended := os.environ.get("PRETEND_ISA"):
             cpu_vec_isa.x86_isa_checker = pretended.split
-        # Once per process, torch builds a probe where a processor says that it has AMX: an object
-        # like any other. What a test counts are its own.
+        # On a processor with AMX, torch builds a probe object once per process. Build it now,
+        # because tests
+        # count the objects that they build.
         cpu_vec_isa.valid_vec_isa_list()
         with InductorHost(ClientConfig.load({}, cache_dir=directory, **PATIENT | settings)) as host:
             yield host

@@ -1,4 +1,4 @@
-"""A little identity provider: keys of its own, a discovery document, and tokens of any kind."""
+"""A small identity provider with keys of its own, a discovery document, and any tokens."""
 
 import json
 import ssl
@@ -25,7 +25,7 @@ PrivateKey = ed25519.Ed25519PrivateKey | ec.EllipticCurvePrivateKey | rsa.RSAPri
 
 
 def new_key(algorithm: str = "ES256", *, bits: int = 2048) -> PrivateKey:
-    """A private key for an algorithm."""
+    """Return a private key for an algorithm."""
     if algorithm == "EdDSA":
         return ed25519.Ed25519PrivateKey.generate()
     if algorithm in _CURVES:
@@ -34,18 +34,18 @@ def new_key(algorithm: str = "ES256", *, bits: int = 2048) -> PrivateKey:
 
 
 class Issuer:
-    """Serves on loopback; a context manager.
+    """An issuer on loopback; a context manager.
 
     Attributes:
         url: its name, as in `iss`.
-        keys: key id -> (private key, algorithm); what is published.
-        fetches: paths that were asked for, in order.
-        answer: what is sent instead of the keys, as (status, bytes); None for the keys.
-        job: where a job of GitHub Actions asks for its JWT, as variables of its environment.
+        keys: key id -> (private key, algorithm) of the published keys.
+        fetches: requested paths, in order.
+        answer: (status, bytes) sent instead of the keys; None for the keys.
+        job: environment variables with which a job of GitHub Actions requests its JWT.
     """
 
     def __init__(self, *, context: ssl.SSLContext | None = None) -> None:
-        """Speaks TLS with a `context`."""
+        """Start the issuer, with TLS if `context` is given."""
         self.keys: dict[str, tuple[PrivateKey, str]] = {}
         self.fetches: list[str] = []
         self.answer: tuple[int, bytes] | None = None
@@ -111,14 +111,14 @@ class Issuer:
         without: Iterable[str] = (),
         **claims: object,
     ) -> str:
-        """Signs claims; those that are not given are good ones."""
+        """Sign claims. The other claims are valid."""
         known: tuple[Any, str] = self.keys.get(key_id, (None, "ES256"))
         now = int(time.time())
         times = {"iat": now, "nbf": now, "exp": now + 300}
         payload = {"iss": self.url, "aud": "graphstash", **times, **self._claims(), **claims}
         for name in without:
             del payload[name]
-        return jwt.PyJWS().encode(  # which signs what `jwt.encode` refuses
+        return jwt.PyJWS().encode(  # which signs claims that `jwt.encode` refuses
             json.dumps(payload).encode(),
             key if key is not None else known[0],
             algorithm or known[1],
@@ -144,7 +144,7 @@ class Issuer:
 
 
 class Cluster(Issuer):
-    """Signs the tokens of service accounts, as Kubernetes does."""
+    """An issuer of tokens of service accounts, as Kubernetes."""
 
     def _claims(self) -> dict[str, object]:
         return {

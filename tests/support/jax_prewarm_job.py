@@ -1,7 +1,7 @@
-"""A train step to be compiled ahead of time; knows nothing of graphstash."""
+"""A train step to compile ahead of time. The script does not use graphstash."""
 
 # mypy: disallow-untyped-calls=False
-# JAX is typed in part.
+# JAX is partly typed.
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def step(parameters: Any, x: Any, y: Any) -> Any:
 
 
 def abstract_step(devices: Any) -> Any:
-    """The step with data on all devices and the same parameters on each of them."""
+    """Return the step with data on all devices and the same parameters on each device."""
     mesh = jax.sharding.Mesh(devices, ("data",))
 
     def abstract(shape: tuple[int, ...], *axes: str) -> Any:
@@ -33,7 +33,7 @@ def abstract_step(devices: Any) -> Any:
 
 
 def nothing(_: Any) -> Any:
-    """A program for this host, not for the topology."""
+    """Return a program for this host instead of the topology."""
     return step, (
         [jnp.ones((4, 4)), jnp.ones((4, 4))],
         jnp.ones((4, 4)),

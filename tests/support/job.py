@@ -1,10 +1,10 @@
 """A training job small enough for tests: a two-layer perceptron, AdamW, a few steps.
 
-Calls graphstash itself only with `--install`. Writes what happened as JSON.
+The job calls graphstash itself only with `--install`. It writes its report as JSON.
 """
 
 # mypy: disallow-untyped-calls=False
-# torch is typed in part.
+# torch is partly typed.
 
 import argparse
 import gc
@@ -102,7 +102,7 @@ def train() -> tuple[list[float], list[Any]]:
         loss = run(batch.to(device))
         if options.mode in ("lazy", "dynamo"):
             torch_xla.sync()
-        losses.append(loss.item())  # in mode `item`, this is what runs the step
+        losses.append(loss.item())  # in mode `item`, this call runs the step
         if options.mode == "item":
             torch_xla.sync()
         counts.append(cache_counts())
@@ -110,7 +110,7 @@ def train() -> tuple[list[float], list[Any]]:
 
 
 def cache_counts() -> list[int] | None:
-    """What the cache has done so far, if it is here at all."""
+    """Return the counts of the cache, or None if this process has no cache."""
     if "graphstash._process.session" not in sys.modules:
         return None
     from graphstash import stats
@@ -120,7 +120,7 @@ def cache_counts() -> list[int] | None:
 
 
 def train_beside() -> tuple[list[float], int]:
-    """Compiles a graph in one thread while another runs a cached one over and over.
+    """Compile a graph in one thread while another thread runs a cached graph in a loop.
 
     `_run_cached_graph`, below a dynamo graph, holds the interpreter lock while it waits for the
     mutex that the compiling thread holds during its look-up.
@@ -132,8 +132,9 @@ def train_beside() -> tuple[list[float], int]:
     for _ in range(3):
         function(x)
     torch_xla.sync()
-    # Lazy tracing in two threads is not what torch_xla offers: the graph is there, only its
-    # compilation happens in the other thread.
+    # torch_xla does not support lazy tracing in two threads. Trace the graph here, and only compile
+    # it
+    # in the other thread.
     missing = (torch.ones(64, 64, device=device) @ torch.ones(64, 64, device=device)).sin().sum()
     compiled = threading.Event()
 
@@ -152,7 +153,8 @@ def train_beside() -> tuple[list[float], int]:
 
 
 def main() -> None:
-    # Which tensors are alive decides what a lazy step is; when the collector runs must not.
+    # Live tensors decide the contents of a lazy step, so the garbage collector must not run at
+    # random.
     gc.disable()
     extra: dict[str, Any] = {}
     if options.thread:

@@ -1,13 +1,14 @@
-"""Runs training jobs as users run them, each a process of its own and, by its directory, a host.
+"""Run training jobs as users run them, each in a process. Its directory stands for a host.
 
-`under="graphstash run"` is the whole way of a user, from the command line on; it pays for importing
-torch_xla every time. `under="fork"`, the default, begins right after that import (see `zygote`).
-`under=""` is the same without a hook, and `under="torch"` begins after importing torch alone,
-`under="tuning"` after importing the client's searches, and `under="backup"` the command of that
-name. `under="fork:NAME"` begins after importing the compiler of the hook of that name, and installs
-the hook.
-`under="python -I"` is a Python with nothing but a variable, and `under="python"` a Python without
-even that.
+`under` selects the start of a job:
+
+* `graphstash run`: as a user starts it, from the command line; each job imports torch_xla.
+* `fork` (default): right after the import of torch_xla, see `zygote`.
+* an empty string: the same without a hook.
+* `torch`, `tuning`, `backup`: after the import of torch, of the client's searches, or of the
+  server's command `backup`.
+* `fork:NAME`: after the import of the compiler of the hook NAME, which is then installed.
+* `python -I`: a Python with only a variable. `python`: a Python without it.
 """
 
 import json
@@ -54,7 +55,7 @@ _IMPORTED = {
     "helion": ("helion", "helion.language", "jax", "torch"),
     "tuning": ("numpy", "graphstash._process.session", "graphstash.tuning.task"),
 }
-"""What a zygote imports before it forks jobs, by name of the zygote."""
+"""Modules that a zygote imports before it forks jobs, by name of the zygote."""
 
 _READ_BY_IMPORTS = {
     "PJRT_DEVICE": "CPU",
@@ -62,18 +63,18 @@ _READ_BY_IMPORTS = {
     # Otherwise torch 2.7 starts three processes that import torch, in every job.
     "TORCHINDUCTOR_VEC_ISA_OK": "1",
 }
-"""Variables that compilers read while they are imported."""
+"""Variables that compilers read at import."""
 
 
 def losses_of(path: Path) -> dict[int, str]:
-    """What the training job has written so far: losses by step."""
+    """Return the losses that a training job has written so far, by step."""
     lines = path.read_text().splitlines() if path.exists() else []
     return {int(step): loss for step, loss in (line.split() for line in lines if " " in line)}
 
 
 @dataclass
 class Outcome:
-    """What a job reported, what the cache counted in it, and what it printed."""
+    """A job's report, the counters of its cache, and its output."""
 
     report: Any
     stats: dict[str, Any]
@@ -86,7 +87,7 @@ class Outcome:
 
 @dataclass
 class Running:
-    """A job that was started."""
+    """A started job."""
 
     report: Path
     stats: Path
@@ -98,7 +99,7 @@ class Running:
         return int(self.process.pid)
 
     def kill(self) -> None:
-        """Kills the job unless it has ended."""
+        """Kill the job unless it has ended."""
         self.process.kill()
         self.process.wait(30)
 
@@ -106,7 +107,7 @@ class Running:
         return self.process.poll() is not None
 
     def status(self) -> int:
-        """Waits for the end; the exit status, negative for a signal."""
+        """Wait for the end, and return the exit status, negative for a signal."""
         return int(self.process.wait(SECONDS))
 
     def finish(self) -> Outcome:
@@ -118,7 +119,7 @@ class Running:
         return Outcome(json.loads(self.report.read_text()), stats, errors)
 
     def finish_children(self, number: int) -> list[Any]:
-        """Waits for a job that only forks; gives its children's reports."""
+        """Wait for a job that only forks, and return its children's reports."""
         status = self.status()
         assert status == 0, self.errors.read_text()
         reports = [self.report.with_suffix(f".{n}.json") for n in range(number)]
@@ -126,12 +127,12 @@ class Running:
 
 
 def until_step(step: int, losses: Path, job: Running) -> None:
-    """Returns when a training job has written the loss of a step, or has ended."""
+    """Return when a training job has written the loss of a step, or has ended."""
     until(lambda: max(losses_of(losses), default=0) >= step or job.ended(), seconds=SECONDS)
 
 
 class Jobs:
-    """Starts jobs; each zygote starts when a job first needs it, and stays."""
+    """Starts jobs. A zygote starts when a job first needs it, and stays."""
 
     def __init__(self) -> None:
         self._zygotes: dict[tuple[str, str], Zygote] = {}
@@ -151,15 +152,15 @@ class Jobs:
         variables: Mapping[str, str] | None = None,
         **settings: Any,
     ) -> Running:
-        """Starts a job with a local tier in `directory`.
+        """Start a job with a local tier in `directory`.
 
         Args:
-            script: what to run; its first argument is the path of its report.
+            script: script to run; its first argument is the path of its report.
             under: see the module's docstring.
-            environment: whose Python runs it; empty for the one that runs the tests.
-            launcher: what starts the script under `graphstash run`; otherwise that Python.
-            variables: of the environment.
-            settings: fields of ClientConfig; `PATIENT` unless they say otherwise.
+            environment: environment whose Python runs the script; empty for the tests' own.
+            launcher: command that starts the script under `graphstash run`. Default: that Python.
+            variables: environment variables.
+            settings: fields of ClientConfig; `PATIENT` provides defaults.
         """
         directory.mkdir(parents=True, exist_ok=True)
         number = len(list(directory.glob("report-*")))

@@ -1,4 +1,4 @@
-"""The fields that docs/json-output.md names, for tests that compare them with real output."""
+"""The fields in docs/json-output.md, which tests compare with real output."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,7 @@ _PAGE = Path(__file__).parents[2] / "docs" / "json-output.md"
 
 
 def fields_of(command: str) -> set[str]:
-    """Return the fields that the page names for a command."""
+    """Return the fields of a command in the page."""
     (section,) = re.findall(
         rf"^## `{command}`\n(.*?)(?=^## |\Z)", _PAGE.read_text(), re.MULTILINE | re.DOTALL
     )

@@ -1,4 +1,4 @@
-"""A server that records each request, and answers as the test sets it."""
+"""A server that records each request and sends the answer that the test has set."""
 
 import socket
 import ssl
@@ -15,13 +15,13 @@ _ANSWER = (
 
 
 class Listener:
-    """One request per connection, on a free loopback port; a context manager.
+    """A listener on a free loopback port, for one request per connection; a context manager.
 
     Attributes:
-        heads: of every request, as it came.
-        status: of the next answers.
-        body: of the next answers.
-        headers: more of them, each line with its end.
+        heads: head of every request, as received.
+        status: status of the next answers.
+        body: body of the next answers.
+        headers: further header lines of the next answers, with line ends.
     """
 
     def __init__(self, *, context: ssl.SSLContext | None = None) -> None:

@@ -15,11 +15,11 @@ __all__ = ["Load"]
 
 
 class Load:
-    """Threads that put, get and ask for leases until the `with` block ends.
+    """Threads that put, get and acquire leases until the `with` block ends.
 
     Attributes:
         answered: rounds in which every answer was right.
-        failures: what was wrong in the others.
+        failures: wrong answers of the other rounds.
         stored: artifacts whose PUT was acknowledged: path -> blob.
     """
 
@@ -30,7 +30,7 @@ class Load:
         self._url = url
         self._headers = headers
         self._puts = puts
-        self._prefix = secrets.token_hex(8)  # no other load has these keys
+        self._prefix = secrets.token_hex(8)  # keys are unique to this load
         self._end = threading.Event()
         self._threads = [threading.Thread(target=self._work, args=(n,)) for n in range(4)]
 
@@ -45,7 +45,7 @@ class Load:
             thread.join(60)
 
     def wait_for(self, count: int) -> None:
-        """Returns when so many more rounds were right."""
+        """Wait for `count` more right rounds."""
         goal = self.answered + count
         until(lambda: self.answered >= goal)
 

@@ -1,6 +1,6 @@
 """Workers and aggregators in one process, on a network that loses, doubles, delays and reorders.
 
-Time is a number here: a run with the same seed is the same run.
+Time is a number here, so two runs with one seed are equal.
 """
 
 import heapq
@@ -22,13 +22,13 @@ __all__ = ["Faults", "Network"]
 
 
 class Faults(NamedTuple):
-    """What happens to datagrams.
+    """Faults of datagrams.
 
     Attributes:
-        drop: share that is lost, 0 to 1.
-        double: share that comes twice.
-        delay: seconds on average; each has its own, so that they overtake each other.
-        late: share that comes a hundred times as late.
+        drop: share of lost datagrams, 0 to 1.
+        double: share of duplicated datagrams.
+        delay: mean seconds; each datagram has its own delay, so datagrams overtake each other.
+        late: share with a hundredfold delay.
     """
 
     drop: float = 0.0
@@ -47,14 +47,14 @@ class Network:
         workers: by rank.
         aggregators: by number.
         now: seconds.
-        sent_bytes: of what each rank has sent for the first time.
-        received_bytes: of the sums that each rank could use.
-        resent: datagrams that were sent again.
-        resent_bytes: of these.
-        failures: the error of each rank whose sum has ended with one.
-        dead: ranks that do and hear nothing any more.
-        dead_aggregators: the same of aggregators.
-        tap: is called with each datagram before it is delivered, and may add others.
+        sent_bytes: bytes of each rank's first transmissions.
+        received_bytes: bytes of the sums that each rank could use.
+        resent: number of repeated datagrams.
+        resent_bytes: bytes of repeated datagrams.
+        failures: error of each rank whose sum failed.
+        dead: ranks that neither send nor receive any more.
+        dead_aggregators: aggregators that neither send nor receive any more.
+        tap: called with each datagram before its delivery; may add others.
     """
 
     def __init__(
@@ -120,15 +120,15 @@ class Network:
         operation: Operation = Operation.SUM,
         starts: list[float] | None = None,
     ) -> list[Totals]:
-        """Adds up a tensor of each rank, in place.
+        """Add up a tensor of each rank, in place.
 
         Args:
             tensors: by rank.
             nonzero: by rank, a boolean for each block.
-            block_size: elements of a block; a list for each rank its own.
+            block_size: elements of a block; a list has one size for each rank.
             element: code of the type.
             operation: SUM or MAX.
-            starts: seconds from now at which each rank begins.
+            starts: seconds from now until each rank begins.
         """
         sizes = block_size if isinstance(block_size, list) else [block_size] * len(self.workers)
         waiting = sorted(
@@ -166,7 +166,7 @@ class Network:
         return [worker.totals() for worker in self.workers]
 
     def start_anew(self, number: int) -> None:
-        """Forgets what an aggregator knew of the session, as a process does that was killed."""
+        """Replace an aggregator by one without the session's state, as a restart does."""
         self.aggregators[number] = Aggregator(
             self.seals[number],
             number=number,
@@ -179,7 +179,7 @@ class Network:
             self.deliver("aggregator", rank, number, self.seals[number].close(header))
 
     def deliver(self, to: str, rank: int, aggregator: int, datagram: bytes | bytearray) -> None:
-        """Hands a datagram over at once: `to` an "aggregator", from the rank, or a "worker"."""
+        """Deliver a datagram at once, to an "aggregator" from the rank, or to a "worker"."""
         message = self.seals[aggregator].open(datagram)
         if message is None or rank in self.dead or aggregator in self.dead_aggregators:
             return
@@ -201,7 +201,7 @@ class Network:
                 yield rank, worker
 
     def _live(self) -> None:
-        """What happens every second: ranks say that they live, and aggregators look who does."""
+        """Do the work of each second: ranks send ALIVE, and aggregators check for silent ranks."""
         self._alive += 1
         for number, aggregator in enumerate(self.aggregators):
             if number in self.dead_aggregators:

@@ -1,4 +1,4 @@
-"""Machine code: assembled as the GNU assembler does it, and called."""
+"""Machine code from the GNU assembler, and calls of it."""
 
 import ctypes
 import os
@@ -15,7 +15,7 @@ STAT = ctypes.CFUNCTYPE(
 
 
 def stat_by(address: int, path: object) -> int:
-    """Call the function at an address as `__xstat`; return its result."""
+    """Call the function at an address as `__xstat`, and return its result."""
     buffer = ctypes.create_string_buffer(256)
     return int(STAT(address)(1, os.fsencode(str(path)), ctypes.addressof(buffer)))
 

@@ -6,7 +6,7 @@ __all__ = ["MemoryRanks", "Values"]
 
 
 class Values:
-    """What all ranks see."""
+    """Values that all ranks share."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()

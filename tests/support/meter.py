@@ -1,4 +1,4 @@
-"""What a request costs a server process: time of its event loop, memory, files, rows and disk."""
+"""Costs of a request for a server process: event loop time, memory, files, rows and disk."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,24 +15,27 @@ __all__ = ["Cost", "Meter", "forget_peak", "kibibytes"]
 
 
 def kibibytes(name: str, process: Path = Path("/proc/self")) -> int:
-    """Memory of a process: VmRSS now, VmHWM at its peak. `ru_maxrss` begins with the parent's."""
+    """Return a process's memory: VmRSS now, or VmHWM at its peak.
+
+    `ru_maxrss` would begin with the parent's peak.
+    """
     lines = (process / "status").read_text().splitlines()
     (found,) = (line for line in lines if line.startswith(f"{name}:"))
     return int(found.split()[1])
 
 
 def forget_peak(process: Path = Path("/proc/self")) -> None:
-    """Begin VmHWM anew."""
+    """Reset VmHWM."""
     (process / "clear_refs").write_text("5")
 
 
 @dataclass
 class Cost:
-    """Of everything that was done in between.
+    """Costs of the requests in a block.
 
     Attributes:
         loop_ms: CPU time of the thread that runs the event loop.
-        memory_mib: how far the process grew, at its largest.
+        memory_mib: growth of the process at its peak.
     """
 
     loop_ms: float = 0.0
@@ -40,7 +43,7 @@ class Cost:
 
 
 class Meter:
-    """Reads what Linux knows about a process."""
+    """Reads Linux's statistics of a process."""
 
     def __init__(self, server: "ServerProcess") -> None:
         self._process = Path(f"/proc/{server.process.pid}")
@@ -56,8 +59,10 @@ class Meter:
 
     @contextmanager
     def leaves_no_connection(self) -> Iterator[None]:
-        """Waits until the process has no more files open than before. Those of its database do not
-        count: it opens a few when they are first needed, and keeps them.
+        """Wait until the process has no more open files than before the block.
+
+        Files of its database do not count, because the process opens some on first use and keeps
+        them.
         """
         before = self._files()
         yield
@@ -70,6 +75,6 @@ class Meter:
     def _files(self) -> int:
         found = 0
         for fd in (self._process / "fd").iterdir():
-            with suppress(FileNotFoundError):  # closed since
+            with suppress(FileNotFoundError):  # closed meanwhile
                 found += not fd.readlink().name.startswith("graphstash.sqlite3")
         return found

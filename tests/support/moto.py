@@ -1,4 +1,4 @@
-"""moto's S3 in a process of its own: quick, and lenient about credentials and checksums."""
+"""moto's S3 in a process of its own. It is fast, and accepts any credentials and checksums."""
 
 import secrets
 import subprocess
@@ -19,7 +19,7 @@ CREDENTIALS = {
     "AWS_DEFAULT_REGION": "us-east-1",
     "AWS_EC2_METADATA_DISABLED": "true",
 }
-"""What moto takes like anything else, and Swift alone."""
+"""Credentials that Swift requires. moto accepts any."""
 
 _SERVE = """
 import io, sys, threading, warnings
@@ -63,7 +63,7 @@ def s3_client(
 
 
 def s3_settings(url: str, bucket: str, **more: object) -> dict[str, Any]:
-    """A server's settings for a bucket, by default without a tier."""
+    """Return a server's settings for a bucket. Default: without a tier."""
     return {
         "blob_store": "s3",
         "s3_bucket": bucket,
@@ -74,7 +74,7 @@ def s3_settings(url: str, bucket: str, **more: object) -> dict[str, Any]:
 
 
 class AnyS3:
-    """What all of them have in common: where it is, and who may write."""
+    """The address of an S3 and its credentials."""
 
     url: str
     access_key: str
@@ -82,14 +82,14 @@ class AnyS3:
     client: "S3Client"
 
     def new_bucket(self) -> str:
-        """The name of a bucket that is there now."""
+        """Create a bucket, and return its name."""
         name = f"bucket-{secrets.token_hex(8)}"
         self.client.create_bucket(Bucket=name)
         return name
 
 
 class Moto(AnyS3):
-    """A context manager; it ends with this process, however that ends."""
+    """moto's server; a context manager. The server ends with this process, even if it is killed."""
 
     access_key = CREDENTIALS["AWS_ACCESS_KEY_ID"]
     secret_key = CREDENTIALS["AWS_SECRET_ACCESS_KEY"]

@@ -1,4 +1,4 @@
-"""A real nginx with the configuration that docker/ ships, on a loopback port of its own."""
+"""A real nginx with the configuration in docker/, on a loopback port of its own."""
 
 import json
 import os
@@ -23,7 +23,7 @@ __all__ = ["TEMPLATES", "Nginx", "in_front_of", "render", "seen"]
 
 TEMPLATES = Path(__file__).parents[2] / "docker" / "nginx"
 
-# Different for every answer, or made by whoever speaks to the client.
+# Headers that differ in every answer, or that the server in front of the client sets.
 _OWN_HEADERS = {"date", "server", "connection", "x-request-id"}
 
 _STOP_SECONDS = 30
@@ -31,16 +31,16 @@ _VARIABLE = re.compile(r"\$\{(GRAPHSTASH_[A-Z0-9_]+)\}")
 
 
 class Nginx:
-    """Started when it is made; a context manager.
+    """A running nginx; a context manager.
 
     Args:
-        directory: for everything that it writes.
-        variables: what the templates read; those that a test does not care about have values.
+        directory: directory of all its files.
+        variables: variables of the templates; those without effect on a test have defaults.
         tls: also render the TLS part.
 
     Attributes:
-        url: where it listens.
-        command: what runs.
+        url: its address.
+        command: its command line.
     """
 
     def __init__(self, directory: Path, *, variables: Mapping[str, str], tls: bool = False) -> None:
@@ -60,8 +60,9 @@ class Nginx:
             template = (TEMPLATES / f"{name}.template").read_text()
             (directory / name).write_text(render(template, self.variables))
         self.configuration = directory / "nginx.conf"
-        # Started by root, nginx would read the blobs as another user; in the container it is the
-        # servers' user from the start.
+        # As root, nginx would read the blobs as another user. In the container, nginx runs as the
+        # servers'
+        # user from the start.
         user = " user root;" if os.geteuid() == 0 else ""
         self.command = [_nginx(), "-c", str(self.configuration), "-g", f"daemon off;{user}"]
         self._log = directory / "log"
@@ -69,11 +70,11 @@ class Nginx:
 
     @property
     def log(self) -> str:
-        """What it wrote: one JSON line per request, and errors."""
+        """Return its log: one JSON line per request, and errors."""
         return self._log.read_text(errors="replace")
 
     def has_sent(self, request_id: str) -> bool:
-        """Whether nginx itself sent the bytes of a request, and the server none."""
+        """Return whether nginx itself sent the body of a request without the server."""
 
         def logged() -> list[Any]:
             lines = self.log.splitlines()
@@ -84,7 +85,7 @@ class Nginx:
         return bool(entry["status"] < 300 and entry["server_bytes"] == "0")
 
     def check(self) -> tuple[int, str]:
-        """`nginx -t`: its exit code and what it says."""
+        """Run `nginx -t`, and return its exit code and output."""
         done = captured([*self.command, "-t"])
         return done.returncode, done.stderr
 
@@ -120,7 +121,7 @@ class Nginx:
 def in_front_of(
     server: LiveServer | ServerProcess, directory: Path, *, tls: bool = False, **variables: str
 ) -> Nginx:
-    """An nginx that sends the blobs of one server; the server stands for both."""
+    """Start an nginx that sends the blobs of one server, which stands for two."""
     address = server.url.removeprefix("http://")
     return Nginx(
         directory,
@@ -135,7 +136,7 @@ def in_front_of(
 
 
 def seen(answer: httpx.Response) -> tuple[int, dict[str, str], Any]:
-    """What a client may rely on: status, headers, body."""
+    """Return the parts of an answer on which a client may rely: status, headers and body."""
     pairs = [pair for pair in answer.headers.multi_items() if pair[0] not in _OWN_HEADERS]
     headers = dict(pairs)
     assert len(headers) == len(pairs), f"a header came twice: {pairs}"
@@ -150,7 +151,7 @@ def seen(answer: httpx.Response) -> tuple[int, dict[str, str], Any]:
 
 
 def render(template: str, variables: Mapping[str, str]) -> str:
-    """What the image's envsubst makes of a template: only these variables are replaced."""
+    """Replace these variables in a template, as the image's envsubst does."""
     return _VARIABLE.sub(lambda match: variables[match.group(1)], template)
 
 

@@ -1,7 +1,7 @@
-"""What the tests of the optimizers train: parameters, gradients, options, and a reference.
+"""Parameters, gradients, options and references for the tests of the optimizers.
 
-The same on plain torch and in a job on torch_xla. Gradients are made up, so that a difference is
-the optimizer's: the loss is a sum of products, and its gradient is the other factor.
+Plain torch and torch_xla jobs share them. The loss is a sum of products, so a gradient is the other
+factor. A difference therefore comes from the optimizer.
 """
 
 import math
@@ -40,13 +40,14 @@ __all__ = [
 ]
 
 NOT_IN_TORCH: Final = frozenset({"LAMB", "Lion", "ScheduleFreeAdamW"})
-"""Optimizers of ours whose state dictionaries nobody else reads, and that have no fused kernel."""
+"""Optimizers whose state dictionaries torch does not read, and for which torch has no fused
+kernel."""
 
 SHAPES = ((3, 4), (5,), (), (1,))
 
 
 def public() -> ModuleType:
-    """Return pytorch_optimizer. It would import transformers, only for DeepSpeed's users."""
+    """Return pytorch_optimizer, without transformers, which it would import only for DeepSpeed."""
     modules: dict[str, ModuleType | None] = sys.modules  # type: ignore[assignment] # None: absent
     is_new = modules.setdefault("transformers", None) is None
     try:
@@ -59,7 +60,7 @@ def public() -> ModuleType:
 
 
 class ReferenceLAMB(torch.optim.Optimizer):
-    """Algorithm 2 of arXiv 1904.00962, one parameter after the other, with the host's numbers."""
+    """Algorithm 2 of arXiv 1904.00962, one parameter after the other, with numbers on the host."""
 
     def __init__(self, params: Any, **options: Any) -> None:
         defaults = {"betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 1e-2, "maximize": False}
@@ -87,7 +88,7 @@ class ReferenceLAMB(torch.optim.Optimizer):
 
 
 class ReferenceScheduleFree(torch.optim.Optimizer):
-    """A public implementation for each parameter, with counts of the steps that this one makes."""
+    """A public implementation for each parameter, with a step count per parameter."""
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, options)
@@ -114,7 +115,7 @@ class Case:
         return getattr(optimizers, self.name)(self._groups(parameters), **self.options, **more)
 
     def reference(self, parameters: Sequence[nn.Parameter], **more: Any) -> torch.optim.Optimizer:
-        """Torch's, one parameter after the other where that can be told."""
+        """Return torch's optimizer with `foreach=False` by default, or a public implementation."""
         if self.name == "LAMB":
             return ReferenceLAMB(self._groups(parameters), **self.options)
         if self.name == "ScheduleFreeAdamW":
@@ -180,7 +181,7 @@ CASES: Final = {
         ),
     )
 }
-"""By name: the options that lead through other code."""
+"""Cases by name. Their options select different code paths."""
 
 ON_XLA: Final = {
     name: case
@@ -189,14 +190,15 @@ ON_XLA: Final = {
     or (case.name, "betas" in case.options) in {("LAMB", True), ("Lion", True)}
     or name in {"SGD-lr=0.1", "Adafactor-lr=0.1-weight_decay=0.1-maximize=True"}
 }
-"""Those that make graphs of their own; on the host, all follow the formula."""
+"""Cases with different graphs on torch_xla. On the host, all cases are compared with the
+formula."""
 
 FORMS: Final = [
     (name, fused)
     for name, case in CASES.items()
     for fused in ((None, False) if case.name in _KERNELS else (None,))
 ]
-"""Names of cases, each with torch's kernels where it has one, and by the formula alone."""
+"""Names of cases, each with torch's kernels if torch has one, and with the formula alone."""
 
 _LR = (0.0, 1.0, 0.3, 0.0, 0.03, 1.0, 0.1, 0.2, 0.0, 0.5, 1.0, 0.7)
 
@@ -212,11 +214,11 @@ SCHEDULES = {
         [schedules.LinearLR(o, 0.1, total_iters=3), schedules.ExponentialLR(o, 0.9)]
     ),
 }
-"""The learning rate of every step; some change momentum or betas, too."""
+"""Schedules of the learning rate; some also change momentum or betas."""
 
 
 class _ByHand:
-    """Changes whatever a graph might have taken for a constant."""
+    """A schedule that changes every option that a graph might have taken for a constant."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -244,7 +246,7 @@ def train_scheduled(
     steps: int = 12,
     after: Callable[[], object] = lambda: None,
 ) -> None:
-    """Trains with a schedule; `after` is called after every step."""
+    """Train with a schedule; `after` is called after every step."""
     device = parameters[0].device
     for step in range(steps):
         factors = [g.to(device) for g in gradients(step) if g is not None]
@@ -262,7 +264,7 @@ def train_scheduled(
 def new_parameters(
     device: str | torch.device = "cpu", *, dtype: torch.dtype = torch.float32
 ) -> list[nn.Parameter]:
-    """The same ones every time."""
+    """Return parameters, equal at every call."""
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
     return [nn.Parameter(value.to(dtype).to(device)) for value in values]
@@ -271,7 +273,7 @@ def new_parameters(
 def shaped(
     shapes: Collection[tuple[int, ...]], dtype: torch.dtype = torch.float32
 ) -> list[nn.Parameter]:
-    """Return parameters of these shapes, the same ones every time."""
+    """Return parameters of these shapes, equal at every call."""
     generator = torch.Generator().manual_seed(0)
     return [nn.Parameter(torch.randn(each, generator=generator).to(dtype)) for each in shapes]
 
@@ -279,7 +281,7 @@ def shaped(
 def give_gradients(
     parameters: Sequence[nn.Parameter], step: int, *, bad: float | None = None, scale: float = 1.0
 ) -> None:
-    """Set the gradients of a step; a bad number is the first element of the first one."""
+    """Set the gradients of a step. `bad` replaces the first element of the first gradient."""
     generator = torch.Generator().manual_seed(100 + step)
     for parameter in parameters:
         gradient = torch.randn(parameter.shape, generator=generator) * scale
@@ -306,7 +308,7 @@ def train_beside(
     steps: int = 20,
     after: Callable[[int], object] = lambda step: None,
 ) -> None:
-    """Make steps with both, and bad steps in between, which only ours gets.
+    """Make steps with both optimizers, and bad steps with ours only.
 
     `after` is called after every step.
     """
@@ -332,7 +334,7 @@ def assert_close(
     rtol: float = 0.0,
     atol: float = 1e-6,
 ) -> None:
-    """Require equal tensors, but for rounding."""
+    """Require equal tensors up to rounding."""
     torch.testing.assert_close(list(ours), list(theirs), rtol=rtol, atol=atol)
 
 
@@ -348,11 +350,11 @@ def gradients(
     missing: Collection[int] = (),
     dtype: torch.dtype = torch.float32,
 ) -> list[torch.Tensor | None]:
-    """The gradients of a step, on the host; None for the parameters that get none.
+    """Return the gradients of a step, on the host; None for parameters without a gradient.
 
     Args:
-        bad: a number that is not finite; the last gradient has it in its first element.
-        missing: the numbers of those parameters.
+        bad: non-finite number for the first element of the last gradient.
+        missing: numbers of the parameters without a gradient.
     """
     generator = torch.Generator().manual_seed(1000 + step)
     values = [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in SHAPES]
@@ -364,5 +366,5 @@ def gradients(
 
 
 def loss_of(parameters: Sequence[nn.Parameter], factors: Sequence[torch.Tensor | None]) -> Any:
-    """Has `factors` as its gradient."""
+    """Return a loss with the gradient `factors`."""
     return sum((p * g).sum() for p, g in zip(parameters, factors, strict=True) if g is not None)

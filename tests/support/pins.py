@@ -1,4 +1,4 @@
-"""Pins artifacts without end, as `graphstash pin` does with those of a job."""
+"""Pin artifacts without an end, as `graphstash pin` pins those of a job."""
 
 import asyncio
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ __all__ = ["pin", "pin_in"]
 
 
 def pin(database_url: str, keys: Sequence[StoredKey]) -> None:
-    """In the database of a server that runs."""
+    """Pin in the database of a running server."""
 
     async def work() -> None:
         database = Database(load_settings(database_url=database_url).database_url)
@@ -26,6 +26,6 @@ def pin(database_url: str, keys: Sequence[StoredKey]) -> None:
 
 
 async def pin_in(database: Database, keys: Sequence[StoredKey]) -> None:
-    """In a database that is open."""
+    """Pin in an open database."""
     async with database.writing() as connection:
         await pin_artifacts(connection, keys, until=datetime(3000, 1, 1, tzinfo=UTC))

@@ -1,4 +1,4 @@
-"""The PJRT plug-in for the CPU, and torch_xla 2.9 made to fit it."""
+"""The PJRT plug-in for the CPU, and an adapter for torch_xla 2.9."""
 
 import ctypes
 import os
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-# One package brings it, for whatever framework: wherever this Python has its packages.
+# A package of this Python contains the plug-in, for any framework.
 import xla_plugins.xla_cpu_pjrt as plugin_package
 
 __all__ = ["LIBRARY", "use_in_jax", "widen_execute_options"]
@@ -17,22 +17,22 @@ EXECUTE, PLUGIN_SIZE = 55, 112
 
 
 _kept: list[object] = []
-"""Functions that the plug-in calls as long as the process runs."""
+"""Functions that the plug-in may call until the process exits."""
 
 
 def use_in_jax() -> None:
-    """Choose the plug-in for JAX; called before JAX has a client."""
+    """Select the plug-in for JAX. Call this function before JAX creates a client."""
     os.environ["PJRT_NAMES_AND_LIBRARY_PATHS"] = f"other:{LIBRARY}"
     os.environ["JAX_PLATFORMS"] = "other"
-    if "jax" in sys.modules:  # it has read the variable
+    if "jax" in sys.modules:  # JAX has already read the variable
         sys.modules["jax"].config.update("jax_platforms", "other")
 
 
 def widen_execute_options() -> None:
-    """Make torch_xla 2.9 and this plug-in fit; nothing to do with graphstash.
+    """Adapt torch_xla 2.9 to this plug-in. The adapter is independent of graphstash.
 
-    torch_xla hands over `PJRT_ExecuteOptions` of 80 bytes; the plug-in is newer, knows 112, and
-    refuses less. So its `PJRT_LoadedExecutable_Execute` gets a longer copy, with zeroes behind.
+    torch_xla passes a `PJRT_ExecuteOptions` of 80 bytes. The plug-in is newer and requires 112
+    bytes. Its `PJRT_LoadedExecutable_Execute` therefore gets a longer copy, padded with zeros.
     """
     function = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)
     library = ctypes.CDLL(str(LIBRARY))

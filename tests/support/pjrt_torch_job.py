@@ -1,10 +1,10 @@
-"""A few torch_xla steps on the PJRT plug-in for the CPU; runs in the environment `xla-newest`.
+"""A few torch_xla steps on the PJRT plug-in for the CPU, in the environment `xla-newest`.
 
-Knows nothing of graphstash, like a user's script. Writes what happened as JSON.
+The script does not use graphstash, like a user's script. It writes its report as JSON.
 """
 
 # mypy: disallow-untyped-calls=False
-# torch is typed in part.
+# torch is partly typed.
 
 import argparse
 import gc
@@ -55,7 +55,7 @@ def step(weight: Tensor, batch: Tensor) -> float:
 
 
 def shifted(weight: Tensor, batch: Tensor) -> float:
-    # The same step on other lines: torch_xla's programs do not tell where they come from.
+    # The same step on other lines: torch_xla's programs contain no source locations.
     loss = (batch @ weight - batch.sum(1, keepdim=True)).square().mean()
     (gradient,) = torch.autograd.grad(loss, weight)
 
@@ -64,7 +64,7 @@ def shifted(weight: Tensor, batch: Tensor) -> float:
     return loss.item()
 
 
-gc.disable()  # which tensors are alive decides what a lazy step is
+gc.disable()  # live tensors decide the contents of a lazy step
 report: dict[str, Any] = {}
 if options.late:
     import graphstash

@@ -1,4 +1,4 @@
-"""A real PostgreSQL server of its own, on a loopback port of its own."""
+"""A real PostgreSQL server on a loopback port of its own."""
 
 import itertools
 import os
@@ -23,20 +23,19 @@ _START_SECONDS = 60
 
 
 class Postgres:
-    """Started when it is made; a context manager that removes everything at the end.
+    """A running server; a context manager that removes all its files at the end.
 
-    The server loses nothing when its process is killed. A power cut is not tried, so it does not
-    wait for the disk.
+    The server loses nothing if its process is killed. It does not wait for the disk, because no
+    test cuts its power.
 
     Args:
-        settings: of the server, added to `postgresql.conf`.
+        settings: server settings, added to `postgresql.conf`.
     """
 
     def __init__(self, **settings: object) -> None:
         self._numbers = itertools.count(1)
         self._bin = _directory_of_binaries()
-        # Not below pytest's directory: that one is closed to other users, and PostgreSQL refuses
-        # to run as root.
+        # pytest's directory is closed to other users, and PostgreSQL refuses to run as root.
         self._directory = Path(tempfile.mkdtemp(prefix="graphstash-postgres-"))
         self._data = self._directory / "data"
         self._user: dict[str, Any] = {"user": _other_user()} if os.geteuid() == 0 else {}
@@ -64,20 +63,20 @@ class Postgres:
 
     @property
     def url(self) -> str:
-        """Of the database that is there from the start."""
+        """Return the URL of the database that exists from the start."""
         return self.url_of("postgres")
 
     def url_of(self, database: str) -> str:
         return f"postgresql+asyncpg://graphstash:secret@127.0.0.1:{self.port}/{database}"
 
     def new_database(self, *, template: str = "template1") -> str:
-        """Makes an empty database, or a copy of one that nobody is connected to; its URL."""
+        """Create an empty database, or a copy of one without connections, and return its URL."""
         name = f"test_{next(self._numbers)}"
         self.execute(f"CREATE DATABASE {name} TEMPLATE {template}")
         return self.url_of(name)
 
     def execute(self, statement: str, database: str = "postgres") -> list[asyncpg.Record]:
-        """Runs one statement and returns its rows."""
+        """Run one statement, and return its rows."""
         import asyncio
 
         async def run() -> list[asyncpg.Record]:
@@ -96,7 +95,7 @@ class Postgres:
         return asyncio.run(run())
 
     def start(self) -> None:
-        """Starts it again; returns when it answers."""
+        """Start the server again, and wait until it answers."""
         options = [f"--{name}={value}" for name, value in self._options.items()]
         with (self._directory / "log").open("ab") as log:
             self.process = subprocess.Popen(
@@ -119,15 +118,15 @@ class Postgres:
                 return
 
     def kill(self) -> None:
-        """Ends it at once, as an immediate shutdown does: the next start recovers from the log."""
+        """Kill the server, as an immediate shutdown does. The next start recovers from the log."""
         self.process.send_signal(signal.SIGQUIT)
         self.process.wait(_START_SECONDS)
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Stops every process meanwhile: connections stay open, and nothing answers."""
+        """Stop every process during the block: connections stay open, and no query is answered."""
         pid = self.process.pid
-        os.kill(pid, signal.SIGSTOP)  # first: it starts no other process from now on
+        os.kill(pid, signal.SIGSTOP)  # first, because it now starts no other process
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
         pids = [*map(int, children), pid]
         try:
@@ -164,7 +163,7 @@ class Postgres:
 
 
 def _directory_of_binaries() -> Path:
-    """Debian keeps them out of the PATH, by version."""
+    """Return the directory of PostgreSQL's programs. Debian keeps them out of PATH, by version."""
     found = sorted(
         Path("/usr/lib/postgresql").glob("*/bin/initdb"), key=lambda path: int(path.parts[-3])
     )

@@ -1,4 +1,4 @@
-"""Programs and commands that a test runs to their end, most in processes of their own."""
+"""Run programs and commands to their end, most in processes of their own."""
 
 import io
 import os
@@ -43,9 +43,9 @@ def python(
     interpreter: Path | None = None,
     **variables: object,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs the text of a program; `variables` are added to the environment.
+    """Run the text of a program with these environment variables.
 
-    By default with the Python that runs the tests.
+    By default, the Python of the tests runs the program.
     """
     words = ["-c", textwrap.dedent(program), *arguments]
     return _run(words, variables, check=check, interpreter=interpreter)
@@ -55,7 +55,8 @@ def python(
 def started(
     program: str, *arguments: object, **variables: object
 ) -> Iterator[subprocess.Popen[str]]:
-    """Start the text of a program, whose input and output are pipes. Kill it after the block."""
+    """Start the text of a program with pipes for input and output. Kill the process after the
+    block."""
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)],
         env=os.environ | {name: str(value) for name, value in variables.items()},
@@ -76,7 +77,7 @@ def graphstash(
 
 
 def graphstash_unread(*arguments: object, **variables: object) -> tuple[int, str]:
-    """Run a command while nothing reads its output. Return its status and its errors."""
+    """Run a command whose output has no reader. Return its status and its errors."""
     reading, writing = os.pipe()
     os.close(reading)
     try:
@@ -97,7 +98,8 @@ def graphstash_unread(*arguments: object, **variables: object) -> tuple[int, str
 def graphstash_on_terminal(
     *arguments: object, is_output_shown: bool = False, **variables: object
 ) -> tuple[int, str]:
-    """Run a command whose errors go to a terminal. Return its status and what it showed there."""
+    """Run a command whose errors go to a terminal. Return its status and the terminal's
+    contents."""
     reading, writing = pty.openpty()
     with open(reading, "rb", buffering=0) as screen:  # noqa: PTH123 - of a descriptor
         with os.fdopen(writing) as terminal:
@@ -117,7 +119,7 @@ def graphstash_on_terminal(
 def graphstash_here(
     *arguments: object, check: bool = False, **variables: object
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command in this process, which saves its imports; `run` would replace the process."""
+    """Run a command in this process, which saves its imports. `run` would replace this process."""
     output, trouble = io.StringIO(), io.StringIO()
     status: object = 0
     with (

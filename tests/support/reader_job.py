@@ -1,4 +1,4 @@
-"""A training job whose cache is under attack: it compiles what it does not get."""
+"""A training job whose cache is under attack. It compiles on every miss."""
 
 from typing import Any
 
@@ -9,11 +9,11 @@ from support.waiting import PATIENT
 __all__ = ["OWN", "ReaderJob"]
 
 OWN = b"compiled by the job itself " * 100
-"""What it compiles; whatever else it is given came from the cache."""
+"""The job's own result. Any other bytes came from the cache."""
 
 
 class ReaderJob(Host):
-    """A context manager."""
+    """A job; a context manager."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(ClientConfig.load({}, **PATIENT | settings))

@@ -10,7 +10,7 @@ __all__ = ["refusal"]
 
 
 def refusal(call: Callable[..., object], *arguments: object, **named: object) -> CacheError:
-    """Return the `CacheError` that the call raises; a call that raises none fails the test."""
+    """Return the `CacheError` that the call raises. Without an error, the test fails."""
     with pytest.raises(CacheError) as caught:
         call(*arguments, **named)
     return caught.value

@@ -1,4 +1,4 @@
-"""Earlier commits, such as the release before: their sources, and environments that run them."""
+"""Sources of earlier commits, such as the previous release, and environments that run them."""
 
 import io
 import subprocess
@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 COMMIT = "c27ac18d5862d74c5c481c1e784809fafeb7132c"
-"""Of the release before. At the next release it becomes the commit of this one."""
+"""Commit of the previous release. Each release updates it."""
 
 _ROOT = Path(__file__).parents[2]
 
@@ -28,12 +28,12 @@ def sources_of_release_before() -> Path:
 
 
 def python_of_release_before() -> Path:
-    """The Python of an environment with that release, its server and signatures included."""
+    """Return the Python of an environment with that release, its server and signatures included."""
     return python_of_commit(COMMIT, environment="release-before")
 
 
 def _sources_of(commit: str) -> Path:
-    """The working tree of a commit, without a `.git`; unpacked on first use."""
+    """Return the working tree of a commit, without `.git`, unpacked on first use."""
     sources = _ROOT / "build" / f"release-{commit[:12]}"
     sources.parent.mkdir(exist_ok=True)
     with FileLock(f"{sources}.lock"):
@@ -54,7 +54,7 @@ def _sources_of(commit: str) -> Path:
 
 
 def python_of_commit(commit: str, *, environment: str) -> Path:
-    """The Python of an environment with a commit, its server and signatures included.
+    """Return the Python of an environment with a commit, its server and signatures included.
 
     Args:
         environment: name of the environment, which is `.venv-<name>`.

@@ -1,10 +1,10 @@
 """Clients and commands of either release, each in a fork of this process.
 
-The release before runs it as well: only public names, and none that is younger than that release,
-but for modules that take long to import. Each line of the input is a request as JSON: the
-`environment`, and either the `arguments` of `graphstash` or the `steps` of a client, which are
-lists of a method below and its arguments. The answer to each is a line as JSON: the exit status and
-what the fork printed.
+The previous release runs this script as well. It may therefore use only public names of that
+release, except for modules that take long to import. Each input line is a request as JSON: the
+`environment`, and either the `arguments` of `graphstash` or the `steps` of a client. A step is a
+list of a method below and its arguments. The answer is a JSON line with the exit status and the
+output of the fork.
 """
 
 import importlib
@@ -34,7 +34,7 @@ class Client:
 
     def __init__(self):
         self.stash = Stash(ClientConfig.load())
-        # The release before has these calls on the stash itself.
+        # The previous release has these calls on the stash itself.
         self.server = getattr(self.stash, "server", self.stash)
         self.tokens = {}
 
@@ -106,7 +106,7 @@ class Client:
 
 
 def run(steps):
-    """Prints what a client got, as JSON."""
+    """Print the results of a client as JSON."""
     client = Client()
     answers = []
     for method, *arguments in steps:
@@ -120,7 +120,7 @@ def run(steps):
 
 
 def end(request):
-    """Carries out a request in this process, which is a fork, and ends it."""
+    """Execute a request in this process, which is a fork, and exit."""
     status = 1
     try:
         os.environ.clear()
@@ -142,7 +142,7 @@ def end(request):
 
 
 def answer(request):
-    """The exit status of a fork and what it printed."""
+    """Return the exit status and the output of a fork."""
     with tempfile.TemporaryFile("w+") as output:
         if not (child := os.fork()):
             os.dup2(output.fileno(), sys.stdout.fileno())

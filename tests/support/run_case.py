@@ -1,11 +1,11 @@
-"""Run one case in a process of its own and write the value that it returns, as JSON.
+"""Run one case in a process of its own, and write the value that it returns as JSON.
 
     python run_case.py REPORT MODULE:FUNCTION [KEYWORD ARGUMENTS AS JSON]
 
-A case is a typed function of a module in `support.cases`. Its keyword arguments and the value that
-it returns fit into JSON. The process imports the case's module after the hooks are in place, so a
-case module imports its compiler at the top, as training scripts do. `case_arguments` builds the
-command line for `Jobs.start(..., script=RUN_CASE)`.
+A case is a typed function of a module in `support.cases`. Its keyword arguments and its return
+value must be JSON. The process imports the case's module after the hooks are installed, so a case
+module imports its compiler at the top, as training scripts do. `case_arguments` builds the command
+line for `Jobs.start(..., script=RUN_CASE)`.
 """
 
 import importlib
@@ -19,7 +19,7 @@ RUN_CASE = Path(__file__)
 
 
 def case_arguments(case: str, **keywords: object) -> tuple[str, str]:
-    """Return what follows the report's path on the command line.
+    """Return the command line after the report's path.
 
     Args:
         case: `module:function`, with the module relative to `support.cases`.
@@ -36,5 +36,5 @@ def main(report: str, case: str, keywords: str = "{}") -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[1]))  # also with PYTHONSAFEPATH
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # even with PYTHONSAFEPATH
     main(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""An HTTP proxy in front of an S3 that counts requests and misbehaves on demand."""
+"""An HTTP proxy in front of an S3 that counts requests and fails on demand."""
 
 import itertools
 import re
@@ -14,7 +14,7 @@ __all__ = ["S3Fault", "S3Proxy"]
 
 
 class S3Fault(StrEnum):
-    """How the proxy misbehaves."""
+    """How the proxy fails."""
 
     NONE = "none"
     FAILING = "500"
@@ -50,15 +50,15 @@ _IN_THE_BODY = (S3Fault.CUT, S3Fault.CUT_BY_RESET, S3Fault.FLIP, S3Fault.PAUSE)
 
 
 class S3Proxy:
-    """Listens on a free loopback port; one request per connection.
+    """A proxy on a free loopback port, with one request per connection.
 
     Attributes:
-        fault: may be changed at any time; it strikes every request that `strikes` says.
-        left: how many more requests it strikes; None for all.
+        fault: present fault, for requests that `strikes` selects; may be changed at any time.
+        left: number of further requests that it affects; None for all.
         seen: every request.
-        resume: lets paused bodies and held requests go on, and ends what hangs.
-        held_count: requests that were held, or are.
-        late: the first lines of the answers to requests that were held.
+        resume: releases paused bodies and held requests, and ends requests that hang.
+        held_count: number of requests that are or were held.
+        late: first lines of the answers to held requests.
     """
 
     def __init__(self, upstream_port: int) -> None:
@@ -86,7 +86,7 @@ class S3Proxy:
 
     @contextmanager
     def down(self) -> Iterator[None]:
-        """Connections are refused."""
+        """Refuse connections during the block."""
         self._close()
         yield
         self._listen(self.port)
@@ -128,7 +128,8 @@ class S3Proxy:
             elif fault in _ANSWERS:
                 status, text = _ANSWERS[fault]
                 connection.sendall(_answer(status, "" if seen.method == "HEAD" else text))
-                # Closed at once with a body unread, the kernel would reset the answer away.
+                # Closing with an unread body would make the kernel reset the connection before the
+                # answer arrives.
                 connection.shutdown(socket.SHUT_WR)
                 while connection.recv(1 << 16):
                     pass
@@ -198,7 +199,7 @@ class S3Proxy:
 
 
 def _read_head(source: socket.socket, data: bytes = b"") -> tuple[bytes, bytes]:
-    """The head without its empty line, and what came after it."""
+    """Return the head without its empty line, and the bytes after it."""
     while b"\r\n\r\n" not in data:
         chunk = source.recv(1 << 16)
         if not chunk:
@@ -229,4 +230,4 @@ def _pump(source: socket.socket, target: socket.socket) -> None:
         while chunk := source.recv(1 << 16):
             target.sendall(chunk)
     with suppress(OSError):
-        target.shutdown(socket.SHUT_WR)  # who sent half a body is gone
+        target.shutdown(socket.SHUT_WR)  # the sender of half a body has closed

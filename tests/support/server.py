@@ -1,4 +1,4 @@
-"""A real server process, started with the command that users start it with."""
+"""A real server process, started with the users' command."""
 
 import sys
 from pathlib import Path
@@ -22,12 +22,12 @@ class Server(ServerProcess):
         )
 
     def leases_held(self) -> int:
-        """How many callers have the right to compile."""
+        """Return the number of callers with the right to compile."""
         answer = httpx.get(f"{self.url}/v1/stats", timeout=10).json()
         return int(answer["leases_held"])
 
     def stats(self, namespace: str) -> dict[str, Any]:
-        """What the server counts for a namespace; zeros when it has never heard of it."""
+        """Return the counters of a namespace; zeros for an unknown namespace."""
         answer = httpx.get(f"{self.url}/v1/stats", timeout=10).json()
         for row in answer["namespaces"]:
             if row["namespace"] == namespace:

@@ -1,4 +1,4 @@
-"""The services of a server without HTTP, on a clock that a test turns, and a client's verbs."""
+"""The services of a server without HTTP, on a clock that a test advances, and a client's calls."""
 
 import asyncio
 import hashlib
@@ -49,7 +49,7 @@ OVERWRITE = NamespacePolicy(mode=WriteMode.OVERWRITE)
 
 
 class FakeClock:
-    """A clock that a test turns, and a monotonic clock beside it."""
+    """A clock that a test advances, and a monotonic clock beside it."""
 
     def __init__(self) -> None:
         self.now = datetime(2026, 1, 1, tzinfo=UTC)
@@ -62,12 +62,12 @@ class FakeClock:
         return self._passed_seconds
 
     def turn(self, seconds: float) -> None:
-        """Lets time pass."""
+        """Advance both clocks."""
         self._passed_seconds += seconds
         self.jump(seconds)
 
     def jump(self, seconds: float) -> None:
-        """Sets the clock forward or back while no time passes."""
+        """Set the clock forward or back without advancing the monotonic clock."""
         self.now += timedelta(seconds=seconds)
 
 
@@ -104,7 +104,7 @@ async def new_token(tokens: TokenService, *, expires_at: datetime | None = None)
 
 
 class ServiceClient:
-    """What a client does with one server."""
+    """The calls of a client to one server."""
 
     def __init__(self, context: ProcessContext) -> None:
         self.context = context
@@ -126,11 +126,12 @@ class ServiceClient:
             await artifact.reader.close()
 
     async def pin(self, *numbers: int, namespace: str = "team") -> None:
-        """Keeps artifacts without end."""
+        """Pin artifacts without an end."""
         await pin_in(self.context.database, [key_of(number, namespace) for number in numbers])
 
     async def evict_one(self) -> bool:
-        """Evicts what is worth least, and its blob; False when all of it has to stay."""
+        """Evict the artifact of least value, and its blob. Return False if all artifacts must
+        stay."""
         async with self.context.database.reading() as connection:
             stored = await stored_bytes(connection)
         is_evicted = await self.context.evictor.shrink(
@@ -140,7 +141,7 @@ class ServiceClient:
         return is_evicted > 0
 
     async def use(self, number: int = 0) -> None:
-        """Counts a hit, and writes it."""
+        """Count a hit, and flush the count to the database."""
         self.context.accounting.count_hit(key_of(number), saved_seconds=1)
         await self.context.accounting.flush()
 
@@ -153,7 +154,7 @@ class ServiceClient:
         wait_seconds: float = 0.0,
         **request: Any,
     ) -> LeaseReply:
-        """Asks for a lease on behalf of a client that does not hang up."""
+        """Acquire a lease for a client that does not hang up."""
         key = key_of(number, namespace)
         wanted = Acquisition(key, LeaseRequest(**request), wait_seconds, caller)
         gone = asyncio.get_running_loop().create_future()
@@ -165,7 +166,7 @@ class ServiceClient:
 
 
 def opener(directory: Path, database_url: str) -> Any:
-    """Opens servers that share everything but the process's state."""
+    """Return a function that opens servers that share everything but the state of a process."""
     blobs = MemoryBlobStore()
     clock = FakeClock()
 

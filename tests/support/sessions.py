@@ -1,4 +1,4 @@
-"""A browser's part in signing in, without a browser."""
+"""Sign in as a browser does, without a browser."""
 
 import httpx
 
@@ -8,7 +8,8 @@ HTML = {"Accept": "text/html,application/xhtml+xml"}
 
 
 def sign_in(url: str, token: str, *, origin: str | None = None, **fields: str) -> httpx.Client:
-    """A client that has sent the form; its cookies are those of the session, if there is one.
+    """Return a client that has sent the form. Its cookies are those of the session, if there is
+    one.
 
     The token is `client.token`, and the answer to the form `client.answer`.
     """

@@ -36,7 +36,7 @@ class Sealed:
 
 
 class Team:
-    """Signing keys by name, and one file of those that are trusted."""
+    """Signing keys by name, and one file of trusted keys."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -44,7 +44,7 @@ class Team:
         TrustedKeys().write(self.file)
 
     def key(self, name: str) -> Path:
-        """The key's file; made on first use, trusted by nobody."""
+        """Return the key's file. The key is made on first use and is not trusted yet."""
         path = self.directory / f"{name}.pem"
         if not path.exists():
             SigningKey.generate(path)
@@ -73,7 +73,7 @@ class Team:
 def signature_of(
     key_file: Path, namespace: Namespace, key: ArtifactKey, envelope: Sealed
 ) -> ArtifactSignature:
-    """What the owner of a key would say of an envelope."""
+    """Return the signature that the owner of a key would make for an envelope."""
     signer = SigningKey.load(key_file)
     digest = Digest(envelope.sha256, envelope.size_bytes)
     subject = SignedSubject(namespace, key, digest, envelope.raw_size_bytes)
@@ -82,7 +82,7 @@ def signature_of(
 
 
 def sealed(directory: Path, key: ArtifactKey, payload: bytes, *, name: str = "planted") -> Sealed:
-    """A payload in an envelope that names the key."""
+    """Return a payload in an envelope that names the key."""
     source = directory / f"{name}.raw"
     source.write_bytes(payload)
     path = directory / name
@@ -97,7 +97,7 @@ def plant(
     envelope: Sealed,
     signature: ArtifactSignature | None = None,
 ) -> None:
-    """Publishes an envelope as it is."""
+    """Publish an envelope unchanged."""
     metadata = ArtifactMetadata(
         compile_seconds=30.0, raw_size_bytes=envelope.raw_size_bytes, signature=signature
     )
@@ -110,7 +110,7 @@ def plant(
 
 
 def flipped(signature: ArtifactSignature) -> ArtifactSignature:
-    """The same signature with one bit changed."""
+    """Return the same signature with one flipped bit."""
     value = bytearray(base64.urlsafe_b64decode(signature.value + "=="))
     value[5] ^= 1
     text = base64.urlsafe_b64encode(bytes(value)).rstrip(b"=").decode()
@@ -118,5 +118,5 @@ def flipped(signature: ArtifactSignature) -> ArtifactSignature:
 
 
 def trust_json(**fields: object) -> str:
-    """A file of trusted keys, as somebody would write it by hand."""
+    """Return a file of trusted keys, as a user would write it."""
     return json.dumps({"version": 1, **fields})

@@ -1,7 +1,7 @@
-"""A TCP proxy in front of a real server that lies far away: every byte comes later, none is lost.
+"""A TCP proxy in front of a real server that delays every byte and loses none.
 
-Bandwidth is not limited: what is sent at once arrives at once, after the delay. A connection takes
-a round trip before its first byte, as a handshake does.
+Bandwidth is unlimited: bytes that are sent together arrive together, after the delay. A connection
+takes a round trip before its first byte, as a handshake does.
 """
 
 import asyncio
@@ -15,17 +15,17 @@ _REQUEST = re.compile(rb"(GET|HEAD|PUT|POST|DELETE) (\S+) HTTP/1.1\r\n")
 
 
 class SlowLink:
-    """A context manager; one thread serves.
+    """A proxy with one thread; a context manager.
 
     Attributes:
-        requests: method and path of each, in order.
-        most_at_once: how many requests were on their way at the same time, at most.
-        round_trip_seconds: from now on.
+        requests: method and path of each request, in order.
+        most_at_once: maximum number of concurrent requests.
+        round_trip_seconds: delay from now on.
 
     Args:
-        upstream_port: of the server.
-        round_trip_seconds: to the server and back.
-        port: of this end of the link, such as a reserved one. Default: any that is free.
+        upstream_port: port of the server.
+        round_trip_seconds: delay to the server and back.
+        port: port of this end of the link, such as a reserved one. Default: any free port.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class SlowLink:
         return f"http://127.0.0.1:{self.port}"
 
     def gather(self, count: int, *, method: str = "") -> None:
-        """Hold back requests for artifacts until `count` requests are on their way.
+        """Hold back requests for artifacts until `count` requests have arrived.
 
         Args:
-            method: of the requests that are held back, such as `PUT`. Default: each of them.
+            method: method of the requests to hold back, such as `PUT`. Default: any.
         """
         self._gather = count
         self._held_method = method.encode()

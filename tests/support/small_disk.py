@@ -1,4 +1,4 @@
-"""A disk that is full for real: a small file system of its own."""
+"""A disk that is really full: a small file system."""
 
 import os
 import subprocess
@@ -11,8 +11,8 @@ __all__ = ["SmallDisk"]
 
 _PIECE_BYTES = 64 * 1024
 
-# Where nobody may mount anything, the server is told of a small disk instead. It writes to a large
-# one, so its database never fails there.
+# Without permission to mount, the server reads the figures of a small disk, but writes to a large
+# one. Its database therefore never fails there.
 _TOLD = """
 import os, sys
 from pathlib import Path
@@ -37,11 +37,11 @@ main()
 
 
 class SmallDisk:
-    """A context manager.
+    """A small disk; a context manager.
 
     Attributes:
-        directory: on the disk.
-        is_real: whether the kernel says that it is full.
+        directory: a directory on the disk.
+        is_real: whether the kernel limits the disk.
     """
 
     def __init__(self, directory: Path, *, size_bytes: int) -> None:
@@ -64,7 +64,7 @@ class SmallDisk:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """How a server is started on it."""
+        """Return the command that starts a server on the disk."""
         if self.is_real:
             return (sys.executable, "-m", "graphstash_server")
         program = _TOLD.format(directory=str(self.directory), size_bytes=self._size_bytes)
@@ -76,7 +76,7 @@ class SmallDisk:
         return sum(path.stat().st_size for path in files)
 
     def fill(self, *, left_bytes: int = 0) -> None:
-        """Somebody else takes the room that there is, but for a rest."""
+        """Fill the disk from outside the server, except for `left_bytes`."""
         if not self.is_real:
             size_bytes = max(self._size_bytes - self.used_bytes - left_bytes, 0)
             self._filler.touch()
@@ -89,5 +89,5 @@ class SmallDisk:
             os.truncate(self._filler, self._filler.stat().st_size - left_bytes)
 
     def drain(self) -> None:
-        """Gives it back."""
+        """Remove the filling."""
         self._filler.unlink()

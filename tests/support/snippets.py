@@ -1,6 +1,6 @@
-"""Runs the snippets of one page of the documentation as one session of bash, in a new directory.
+"""Run the snippets of one page of the documentation as one bash session, in a new directory.
 
-CONTRIBUTING.md has the convention that authors follow; docs/tools/snippets.py reads the pages.
+CONTRIBUTING.md describes the authors' convention, and docs/tools/snippets.py reads the pages.
 """
 
 import getpass
@@ -29,7 +29,7 @@ _SHORT_REPOSITORY = "git+<this repository>"
 
 
 class Result:
-    """How a session ended: its status, and what it printed, with a line before each block."""
+    """Status and output of a session; a line precedes the output of each block."""
 
     def __init__(self, status: int, output: str) -> None:
         self.status = status
@@ -37,7 +37,7 @@ class Result:
 
 
 def run_page(page: Page, directory: Path) -> Result:
-    """Runs a page from its first block to its last, or to the first one that fails."""
+    """Run a page from its first block to its last, or to the first that fails."""
     port = reserved_port()
     home = directory / "home"
     work = directory / "work"
@@ -60,7 +60,7 @@ def run_page(page: Page, directory: Path) -> Result:
         )
         try:
             session.wait()
-        finally:  # nothing that a page started outlives its test
+        finally:  # end every process of the page
             with suppress(ProcessLookupError):
                 os.killpg(session.pid, signal.SIGKILL)
         output.seek(0)
@@ -69,7 +69,7 @@ def run_page(page: Page, directory: Path) -> Result:
 
 
 def _share_headers(directory: Path) -> None:
-    """Lets pages share the header that torch precompiles once for a user of a machine."""
+    """Let pages share the header that torch precompiles once for each user of a machine."""
     folder = Path(f"torchinductor_{getpass.getuser()}", "precompiled_headers")
     shared = tempfile.gettempdir() / folder
     shared.mkdir(parents=True, exist_ok=True)
@@ -78,7 +78,7 @@ def _share_headers(directory: Path) -> None:
 
 
 def _compared(page: Page, result: Result) -> Result:
-    """The result, with another status where a block did not print what the page says."""
+    """Return the result, with another status if a block did not print the text of the page."""
     for snippet in page.snippets:
         _, _, printed = result.output.partition(f"{_mark(page, snippet)}\n")
         printed = printed.partition(f"\n{_MARK}")[0]
@@ -108,7 +108,7 @@ def _environment(page: Page, *, port: int, directory: Path) -> dict[str, str]:
         # A page is for an accelerator; its programs run on the CPU here.
         "PJRT_DEVICE": "CPU",
         "JAX_PLATFORMS": "cpu",
-        # Otherwise torch tries each instruction set in a process that imports torch.
+        # Otherwise torch tests each instruction set in a process that imports torch.
         "TORCHINDUCTOR_VEC_ISA_OK": "1",
         "COLUMNS": "120",
         "SNIPPET_ROOT": str(ROOT),
@@ -163,13 +163,13 @@ def _write(name: str, code: str) -> str:
 
 
 def _here(code: str, port: int) -> str:
-    """The code with the session's server and this checkout."""
+    """Return the code with the address of the session's server and the path of this checkout."""
     code = _SERVER_ADDRESS.sub(rf"\g<1>127.0.0.1:{port}", code)
     return code.replace(_SHORT_REPOSITORY, ROOT.as_uri())
 
 
 def _checkers(directory: Path) -> Path:
-    """A directory with a program for each name that a block which is only parsed may call."""
+    """Return a directory with a program for each name that a parse-only block may call."""
     directory.mkdir()
     checker = _SUPPORT / "command_checker.py"
     for name in PROGRAMS:

@@ -1,11 +1,11 @@
-"""Processes that are forked from a Python that has imported what they need (`support.zygote`).
+"""Fork processes from a Python that has already imported their modules (`support.zygote`).
 
-`install` replaces `subprocess.Popen` in the tests' own process. From then on, it forks
-`python -m graphstash ...` and `python -m graphstash_server ...`, which saves the import of the
-server, a second of CPU. A process still starts from scratch if the imports could differ: with
-another variable of the environment than those of `_READ_LATER`, with other limits, users or signals
-than the zygote has, and with options of Popen such as `preexec_fn`. So do the script `graphstash`
-and every other command, which tests of packages, pages and clocks use.
+`install` replaces `subprocess.Popen` in the tests' own process. From then on, `Popen` forks `python
+-m graphstash ...` and `python -m graphstash_server ...`, which saves the import of the server, a
+second of CPU. A process still starts from scratch if its imports could differ: if it has other
+environment variables than the zygote (except those of `_READ_LATER`), other limits, another user,
+other signals, or options of `Popen` such as `preexec_fn`. The script `graphstash` and all other
+commands also start from scratch, for the tests of packages, pages and clocks.
 """
 
 import functools
@@ -36,20 +36,20 @@ _READ_LATER = re.compile(
 _INHERITED = re.compile(r"^(?:Uid|Gid|Groups|SigBlk|SigIgn|CapEff|Cpus_allowed):.*", re.MULTILINE)
 
 _environment: dict[str, str] = {}
-"""What the imports of the zygote of commands may read."""
+"""Variables that the imports of the command zygote may read."""
 
 _Popen: Any = subprocess.Popen  # typeshed lacks the methods that Popen overrides
 _signature = inspect.signature(_Popen._execute_child)
 
 
 def install() -> None:
-    """Let `subprocess.Popen` fork commands of graphstash, with today's environment."""
+    """Let `subprocess.Popen` fork commands of graphstash, with the present environment."""
     _environment.update(_at_import(os.environ))
     subprocess.Popen = Popen  # type: ignore[misc] # a subclass
 
 
 def close() -> None:
-    """End the zygote that `install` needed."""
+    """End the zygote of `install`, if it has started."""
     if _commands.cache_info().currsize:
         _commands()[0].close()
         _commands.cache_clear()
@@ -74,7 +74,7 @@ class Zygote:
             raise RuntimeError(f"the zygote of {python} for {imported} has ended")
 
     def fork(self, request: dict[str, Any], streams: Sequence[int]) -> tuple[int, socket.socket]:
-        """Return the ID of a new process and the socket that brings its exit status."""
+        """Return the ID of a new process and the socket that delivers its exit status."""
         answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             message = json.dumps(request).encode()
@@ -93,14 +93,14 @@ class Popen(_Popen):  # type: ignore[misc] # see above
     The process is then a grandchild of the zygote, which reports its exit status.
     """
 
-    ended_at: float  # of a forked process, as in the stamps of files
+    ended_at: float  # of a forked process, comparable with the times of files
     returncode: int | None
     _answers: socket.socket | None = None
 
     def __init__(
         self, *arguments: Any, zygote: Zygote | None = None, hook: str = "", **others: Any
     ) -> None:
-        """Start a process; `zygote` forks it in any case, and installs a hook."""
+        """Start a process. With `zygote`, that zygote always forks it, and installs a hook."""
         self._zygote, self._hook = zygote, hook
         super().__init__(*arguments, **others)
 
@@ -151,7 +151,7 @@ class Popen(_Popen):  # type: ignore[misc] # see above
 
 
 def _zygote_of(given: Mapping[str, Any]) -> Zygote | None:
-    """Return what forks a process instead of a true start, or None."""
+    """Return the zygote that forks this process, or None for a real start."""
     args = given["args"]
     is_command = (
         isinstance(args, (list, tuple))
@@ -180,7 +180,8 @@ def _own_status() -> str:
 
 
 def _inherited() -> tuple[str, list[str]]:
-    """Return what a process inherits, beside its environment, folder, umask and streams."""
+    """Return the process attributes that a child inherits besides environment, folder, umask and
+    streams."""
     return Path("/proc/self/limits").read_text(), _INHERITED.findall(_own_status())
 
 

@@ -1,4 +1,4 @@
-"""Every statement that this process sends to a database, whichever way it goes."""
+"""Every statement that this process sends to a database, through any driver."""
 
 import threading
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ __all__ = ["Statement", "recorded"]
 
 
 class Statement(NamedTuple):
-    """One that was executed, as the driver got it, with the first of its parameters."""
+    """An executed statement, as the driver received it, with the first of its parameters."""
 
     sql: str
     parameters: Any
@@ -24,15 +24,15 @@ class Statement(NamedTuple):
 
 @contextmanager
 def recorded(naming: str = "", *, of_servers: bool = False) -> Iterator[list[Statement]]:
-    """Those that are executed until the end and have a word, in their order; an `executemany` is
-    one of them.
+    """Record the statements that contain a word during the block, in order.
 
-    BEGIN and COMMIT, settings and explanations are none. Live servers run in threads of their own
-    and have chores: without `of_servers` only the event loops of this thread are recorded.
+    An `executemany` counts as one statement. BEGIN, COMMIT, settings and EXPLAIN do not count. Live
+    servers run chores in threads of their own. Without `of_servers`, only the event loops of this
+    thread are recorded.
     """
     seen: list[Statement] = []
     this = threading.get_ident()
-    asked_by = threading.local()  # in a thread of SQLite: the thread that called it
+    asked_by = threading.local()  # in a thread of SQLite: the calling thread
 
     def add(sql: str, parameters: Any) -> None:
         is_one = sql.lstrip().startswith(("SELECT", "UPDATE", "DELETE", "INSERT", "WITH"))
@@ -80,7 +80,7 @@ def _record_lanes(patch: pytest.MonkeyPatch, add: Any) -> None:
 
     def record_here(here: SqliteHere, sql: str, values: Any) -> Any:
         found = fetch_here(here, sql, values)
-        if found is not None:  # otherwise a lane is asked
+        if found is not None:  # otherwise a lane runs the statement
             add(sql, values)
         return found
 

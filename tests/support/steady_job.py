@@ -1,7 +1,7 @@
 """A job of any release that stores artifacts and reads them back until its input ends.
 
-It prints how many artifacts it has stored after each one, and at the end the artifacts that the
-server lost or changed, as JSON. A server that does not answer costs an attempt, nothing else.
+After each artifact, the job prints the number of stored artifacts. At the end, it prints the
+artifacts that the server lost or changed, as JSON. An unanswered call only costs an attempt.
 """
 
 import itertools
@@ -38,7 +38,7 @@ def main(name: int) -> None:
     for number in itertools.count():
         if ended.is_set():
             break
-        # A new local tier, so that the server answers.
+        # A new local tier is empty, so the server must answer.
         with tempfile.TemporaryDirectory() as cache_dir:
             with Stash(ClientConfig.load(cache_dir=Path(cache_dir) / "writer")) as stash:
                 payload = payload_of(name, number)
@@ -56,7 +56,7 @@ def main(name: int) -> None:
                             wrong.append(known)
                     except CacheError as error:
                         print(error, file=sys.stderr)
-        time.sleep(0.1)  # servers start meanwhile, and other jobs go on
+        time.sleep(0.1)  # let servers start and other jobs continue
     print(json.dumps(wrong), flush=True)
 
 

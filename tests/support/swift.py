@@ -1,6 +1,6 @@
-"""OpenStack Swift with its S3 API: a real S3 on loopback, of packages from PyPI and memcached.
+"""OpenStack Swift with its S3 API: a real S3 on loopback, from PyPI packages and memcached.
 
-Swift pins old libraries, so it lives in an environment of its own.
+Swift pins old libraries, so it has an environment of its own.
 """
 
 import shutil
@@ -100,9 +100,10 @@ use = egg:swift#dlo
 
 
 class Swift(AnyS3):
-    """A context manager. Attributes: `url`, `access_key`, `secret_key`, and `client` of boto3.
+    """A Swift; a context manager. Attributes: `url`, `access_key`, `secret_key`, and boto3's
+    `client`.
 
-    It listens on one address of this host; containers do not reach its loopback.
+    Swift listens on one address of this host, because containers cannot reach the loopback.
     """
 
     access_key = "test:tester"
@@ -155,7 +156,7 @@ class Swift(AnyS3):
 
     def _run(self, command: Sequence[str]) -> None:
         log = self._stack.enter_context((self._directory / "log").open("ab"))
-        # They end with this process, however that ends.
+        # The processes end with this process, even if it is killed.
         command = ["setpriv", "--pdeathsig", "KILL", *command]
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=self._directory)
         self._stack.callback(process.wait, 30)

@@ -1,4 +1,4 @@
-"""Parameters of tests, of which `make test` takes a few and `make test-all` all."""
+"""Test parameters of which `make test` runs a few, and `make test-all` all."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ __all__ = ["each_of", "most_extended"]
 
 
 def most_extended(values: Sequence[Any], *, quick: Sequence[Any]) -> list[Any]:
-    """All of `values`; those that are not in `quick` are extended."""
+    """Return all of `values`, and mark those outside `quick` as extended."""
     return [
         value if value in quick else pytest.param(value, marks=pytest.mark.extended)
         for value in values
@@ -17,9 +17,7 @@ def most_extended(values: Sequence[Any], *, quick: Sequence[Any]) -> list[Any]:
 
 
 def each_of(versions: Mapping[str, str]) -> list[Any]:
-    """Versions of a compiler.
-
-    Those that `.venv` does not hold are extended.
+    """Return versions of a compiler, and mark those outside `.venv` as extended.
 
     Args:
         versions: environment by version; empty for `.venv`.

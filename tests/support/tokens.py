@@ -1,4 +1,4 @@
-"""A server that asks for tokens, and callers with and without them."""
+"""A server that requires tokens, and callers with and without tokens."""
 
 import asyncio
 import threading
@@ -27,7 +27,7 @@ def issue(
     clock: Clock = system_clock,
     expires_at: datetime | None = None,
 ) -> TokenIssued:
-    """Makes a token as the command does; a `TokenIssued`."""
+    """Create a token as the command does."""
     request = TokenRequest(
         description=description,
         grants=tuple(map(Grant.parse, grants)),
@@ -42,17 +42,17 @@ def issue(
         finally:
             await database.close()
 
-    # A browser that Playwright drives has an event loop in the tests' thread.
+    # Playwright runs an event loop in the tests' thread.
     with ThreadPoolExecutor(1) as thread:
         return thread.submit(asyncio.run, work()).result()
 
 
 class Callers:
-    """What the callers of a server with `auth=tokens` have and do.
+    """The callers of a server with `auth=tokens`.
 
     Attributes:
-        url: where it listens.
-        database_url: where its tokens are.
+        url: address of the server.
+        database_url: database of its tokens.
         admin: the administrator's token.
     """
 
@@ -65,12 +65,12 @@ class Callers:
         self._making = threading.Lock()
 
     def token(self, *grants: str, **terms: Any) -> str:
-        """A new token that grants all that; its text."""
+        """Return the text of a new token with these grants."""
         return issue(self.database_url, *grants, **terms).token
 
     def http(self, token: str | None = None) -> httpx.Client:
-        """The client that shows a token, or none."""
-        with self._making:  # threads of a test share it
+        """Return the client with this token, or without one."""
+        with self._making:  # threads of a test share the clients
             if token not in self._clients:
                 self._clients[token] = Api(self.url, token=token).http
             return self._clients[token]
@@ -80,14 +80,14 @@ class Callers:
         assert answer.status_code == 200, answer.text
 
     def hang_up(self) -> None:
-        """Closes the connections of all clients."""
+        """Close the connections of all clients."""
         for client in self._clients.values():
             client.close()
         self._clients.clear()
 
 
 class Guarded(Callers):
-    """A live server that asks for tokens; a context manager."""
+    """A live server that requires tokens; a context manager."""
 
     def __init__(self, data_dir: Path, **settings: Any) -> None:
         super().__init__()
@@ -97,7 +97,8 @@ class Guarded(Callers):
         self._public: set[str] = set()
 
     def api(self, namespace: str, *grants: str) -> Api:
-        """A namespace, with a new token that grants all that, or with the administrator's."""
+        """Return a namespace with a new token for these grants, or with the administrator's
+        token."""
         token = self.token(*grants) if grants else self.admin
         self._apis.append(Api(self.url, namespace, token))
         return self._apis[-1]
@@ -108,7 +109,8 @@ class Guarded(Callers):
             self._public.add(namespace)
 
     def end_public(self) -> None:
-        """Lets nobody read what a test has opened to everybody: other tests share the server."""
+        """Close the namespaces that a test has opened to the public, because other tests share the
+        server."""
         while self._public:
             self.set_policy(self._public.pop())
 

@@ -1,4 +1,4 @@
-"""Runs the job of `cases/tracing.py`, and takes OpenTelemetry away from a process."""
+"""Run the job of `cases/tracing.py`, or hide OpenTelemetry from a process."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def run_trace_job(
     host: str = "a",
     token: str = "",
 ) -> dict[str, Any]:
-    """Return what the job reports; jobs of one `host` share their local tier."""
+    """Return the job's report. Jobs of one `host` share their local tier."""
     report = directory / "report.json"
     job = captured(
         [sys.executable, RUN_CASE, report, *case_arguments("tracing:ask", mode=mode)],
@@ -35,7 +35,8 @@ def run_trace_job(
             **PATIENT_VARIABLES,
             "GRAPHSTASH_URL": url,
             "GRAPHSTASH_CACHE_DIR": str(directory / host),
-            "GRAPHSTASH_PREFETCH_LIMIT": "0",  # what it asks for comes when it asks
+            # Prefetching would download the artifacts before the job asks.
+            "GRAPHSTASH_PREFETCH_LIMIT": "0",
             **({"GRAPHSTASH_TOKEN": token} if token else {}),
             **environment,
         },
@@ -47,7 +48,7 @@ def run_trace_job(
 
 
 def take_away(directory: Path, package: str) -> Path:
-    """A folder for PYTHONPATH with which a package cannot be imported."""
+    """Return a folder for PYTHONPATH that makes the import of a package fail."""
     folder = directory.joinpath("taken-away", *package.split("."))
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text(

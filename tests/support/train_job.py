@@ -1,6 +1,6 @@
-"""A training job that can be killed: a small network with dropout, shuffled data, a schedule.
+"""A training job that a test may kill: a small network with dropout, shuffled data, a schedule.
 
-Writes every step's loss, exactly, as soon as the host knows it: lines of "step loss-in-hex".
+The job writes each step's exact loss as soon as the host has it: lines of "step loss-in-hex".
 """
 
 import argparse
@@ -97,7 +97,7 @@ def counts():
 
 
 class Counts(training.Callback):
-    """What torch_xla had done at each boundary."""
+    """Records torch_xla's counters at each boundary."""
 
     def __init__(self):
         self.at = {}
@@ -139,7 +139,7 @@ result = training.train(
     checkpoint_every=options.checkpoint_every,
     callbacks=[Losses(), counted, *([Stops()] if options.stop_at else [])],
     job=options.job,
-    **({"fuse": options.fuse} if options.fuse else {}),  # unknown to the release before
+    **({"fuse": options.fuse} if options.fuse else {}),  # the previous release lacks the option
 )
 report = {
     "step": result.step,
@@ -150,5 +150,5 @@ report = {
 }
 options.report.write_text(json.dumps(report))
 if options.ranks:
-    torch.distributed.monitored_barrier()  # the first one keeps the store
+    torch.distributed.monitored_barrier()  # the first process hosts the store
     os._exit(0)

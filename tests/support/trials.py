@@ -1,6 +1,4 @@
-"""Trials that behave, and trials that do not: functions for `CallableTarget`, which measuring
-processes import.
-"""
+"""Working and failing trials: functions for `CallableTarget`, which measuring processes import."""
 
 import contextlib
 import ctypes
@@ -37,7 +35,7 @@ class Unprepared(CallableTarget):
 
 
 def build(configuration: Any) -> Any:
-    """A kernel that returns 1, unless the configuration's "does" says what else it does."""
+    """Return a kernel that returns 1, with the fault that the configuration's "does" names."""
     what = configuration["does"]
     if what in _WHILE_BUILDING:
         return _WHILE_BUILDING[what](configuration)
@@ -50,7 +48,7 @@ def is_one(result: Any) -> Any:
 
 
 def numbered(configuration: Any) -> Any:
-    """A kernel that returns 1 and knows its configuration."""
+    """Return a kernel that returns 1 and has its configuration as an attribute."""
 
     def kernel() -> int:
         return 1
@@ -64,7 +62,7 @@ def costs_what_it_says(kernel: Any, calls: int) -> Any:
 
 
 def costs_its_distance(kernel: Any, calls: int) -> Any:
-    """From 37; nothing works from 90 on, and every tenth says nonsense."""
+    """Return the distance from 37. From 90 on, trials fail, and every tenth cost is NaN."""
     x = kernel.configuration["x"]
     if x >= 90:
         raise RuntimeError("too many registers")
@@ -72,7 +70,7 @@ def costs_its_distance(kernel: Any, calls: int) -> Any:
 
 
 def flatters_at_first(kernel: Any, calls: int) -> Any:
-    """Says for 5 that it is quick, until it is measured beside others in the same process."""
+    """Return a low cost for 5, until the process measures other configurations beside it."""
     _seen.add(kernel.configuration["x"])
     if kernel.configuration["x"] == 5 and len(_seen) == 1:
         return 0.001
@@ -83,12 +81,12 @@ _seen: set[int] = set()
 
 
 def calls_of(_: Any, calls: int) -> Any:
-    """Not a cost, but how often a kernel of no time is to be called."""
+    """Return the number of calls of a kernel that takes no time, instead of a cost."""
     return calls
 
 
 def logged_cost(kernel: Any, calls: int) -> Any:
-    """Says "x" as the cost, and appends a line to the file "log" when it begins and ends."""
+    """Return "x" as the cost, and append a line to the file "log" at the begin and at the end."""
     x, log = kernel.configuration["x"], Path(kernel.configuration["log"])
     with log.open("a") as file:
         file.write(f"{x} begins\n")
@@ -178,9 +176,9 @@ def _recurse(_: Any) -> Any:
 
 
 def _leave_processes_behind(configuration: Any) -> Any:
-    """A child, and a grandchild in a session of its own whose parent has ended.
+    """Start a child, and a grandchild in a session of its own whose parent has ended.
 
-    The file has their numbers then, that of this process and that of its guard.
+    Write the numbers of both, of this process and of its guard to the file.
     """
     reader, writer = os.pipe()
     if not (child := os.fork()):
@@ -200,7 +198,7 @@ def _leave_processes_behind(configuration: Any) -> Any:
 
 
 def _fork(child: Callable[[], Any]) -> int:
-    """1, when a child that ends as it is told to has the status 3 or 0."""
+    """Return 1 if a child that ends as requested has the status 3 or 0."""
     if number := os.fork():
         return int(os.waitstatus_to_exitcode(os.waitpid(number, 0)[1]) in {0, 3})
     return int(child())
@@ -223,7 +221,7 @@ def _fail_when_poisoned(configuration: Any) -> Any:
 
 
 def _meet(configuration: Any) -> Any:
-    """Builds until another build of the same folder has begun, too."""
+    """Build until another build with the same folder has begun."""
     folder = Path(configuration["folder"])
     (folder / str(configuration["x"])).touch()
     while len(list(folder.iterdir())) < 2:

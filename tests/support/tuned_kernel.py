@@ -1,6 +1,5 @@
-"""A made-up kernel that leaves a line in a file whenever it is built, with the GPUs that it may
-use: `task`, and bad ones.
-"""
+"""An invented kernel that logs each build and its visible GPUs to a file: `task`, and failing
+tasks."""
 
 import os
 import signal
@@ -17,7 +16,7 @@ SPACE = tuning.ParameterSpace(
 
 
 def build(configuration: Mapping[str, Any]) -> Callable[[], Any]:
-    """Works for tiles up to 64."""
+    """Build a kernel. Tiles above 64 fail."""
     with Path(os.environ["BUILT"]).open("a") as built:
         built.write(f"{configuration} on {os.environ.get('CUDA_VISIBLE_DEVICES')}\n")
     if configuration["tile"] > 64:
@@ -26,7 +25,7 @@ def build(configuration: Mapping[str, Any]) -> Callable[[], Any]:
 
 
 def build_excessive(configuration: Mapping[str, Any]) -> Callable[[], Any]:
-    """Hangs for one configuration, and needs 16 GiB for another."""
+    """Hang for one configuration, and allocate 16 GiB for another."""
     match configuration:
         case {"tile": 64, "vector": 8}:
             signal.pause()
@@ -36,19 +35,19 @@ def build_excessive(configuration: Mapping[str, Any]) -> Callable[[], Any]:
 
 
 def build_nothing(configuration: Mapping[str, Any]) -> NoReturn:
-    """Never works."""
+    """Fail for every configuration."""
     raise ValueError(configuration)
 
 
 def cost(kernel: Callable[[], Any], calls: int) -> float:
-    """Least for a tile of 32 and a vector of 8."""
+    """Return a cost, lowest for a tile of 32 and a vector of 8."""
     del calls
     configuration = kernel()
     return float(1e-3 * (1 + abs(configuration["tile"] - 32) / 10 + 1 / configuration["vector"]))
 
 
 def task_of(build: Callable[[Mapping[str, Any]], Any], *, target: str = "rows") -> tuning.Task:
-    """One kernel, built by a function."""
+    """Return a task of one kernel that a function builds."""
     problem = tuning.Problem("rows", (512,), "float32", DeviceType("cpu"), "made-up 1.0")
     return tuning.Task(problem, SPACE, tuning.CallableTarget(build, name=target, cost=cost))
 
@@ -61,10 +60,9 @@ no_task = SPACE
 
 
 class Undescribed(tuning.CallableTarget):
-    """Says what nobody can share."""
+    """A target whose description is not JSON."""
 
     def describe(self) -> dict[str, Any]:
-        """No JSON."""
         return {"name": object()}
 
 

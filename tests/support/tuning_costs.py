@@ -1,4 +1,4 @@
-"""Synthetic costs of tilings, cheap to compute everywhere, and how a search on them is judged."""
+"""Synthetic costs of tilings, cheap to compute everywhere, and measures of a search on them."""
 
 import math
 import zlib
@@ -17,7 +17,7 @@ def _tile(values: Values, axis: str, *inner: int) -> int:
 
 
 def valley(values: Values) -> float:
-    """One smooth valley: every loop has one best tile."""
+    """Return the cost of one smooth valley, in which every loop has one best tile."""
     distance = (
         abs(math.log2(_tile(values, "m", 2, 3)) - 2)
         + abs(math.log2(_tile(values, "n", 2, 3)) - 3)
@@ -29,7 +29,8 @@ def valley(values: Values) -> float:
 
 
 def ridge(values: Values) -> float:
-    """A model of caches and vectors: too large a tile misses the cache, too small a one waits."""
+    """Return the cost of a model of caches and vectors: large tiles miss the cache, small tiles
+    wait."""
     m, n, k = _tile(values, "m", 2, 3), _tile(values, "n", 2, 3), values["k_1"]
     footprint = m * k + k * n + m * n
     misses = 1 / m + 1 / n + 0.5 / k + (0 if footprint <= 256 else math.log2(footprint / 256))
@@ -39,13 +40,13 @@ def ridge(values: Values) -> float:
 
 
 def rugged(values: Values) -> float:
-    """`ridge` with deterministic noise: each neighbour may be 40 % off."""
+    """Return `ridge` with deterministic noise: neighbours may differ by 40 %."""
     text = ",".join(str(value) for value in values.values())
     return ridge(values) * (1 + 0.4 * zlib.crc32(text.encode()) / 2**32)
 
 
 def cliffs(values: Values) -> float:
-    """`ridge`, but a sixth of the tilings does not work."""
+    """Return `ridge`, but infinity for a sixth of the tilings."""
     registers = values["m_3"] * values["n_3"]
     threads = values["m_2"] * values["n_2"]
     return math.inf if registers > 32 or threads > 64 else ridge(values)
@@ -60,7 +61,7 @@ COSTS: dict[str, Callable[[Values], float]] = {
 
 
 def best_so_far(searcher: Searcher, cost: Callable[[Values], float], budget: int) -> list[float]:
-    """The lowest cost after 1, 2, ... measurements."""
+    """Return the lowest cost after 1, 2, ... measurements."""
     found: list[float] = []
     while len(found) < budget and (asked := searcher.ask(budget - len(found))):
         for each in asked:
@@ -71,5 +72,6 @@ def best_so_far(searcher: Searcher, cost: Callable[[Values], float], budget: int
 
 
 def area_above(best: Sequence[float], optimum: float) -> float:
-    """Mean over the measurements of log(best so far / optimum), log 100 while nothing worked."""
+    """Return the mean over measurements of log(best so far / optimum), or log 100 before any
+    works."""
     return sum(math.log(min(each / optimum, 100)) for each in best) / len(best)

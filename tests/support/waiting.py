@@ -1,4 +1,4 @@
-"""Waits for what a test has caused and can observe."""
+"""Wait for an event that a test has caused and can observe."""
 
 import time
 from collections.abc import Callable
@@ -11,8 +11,8 @@ from graphstash import ClientConfig
 __all__ = ["PATIENT", "PATIENT_VARIABLES", "until", "until_waiting", "variables_of"]
 
 PATIENT: Final = {"connect_seconds": 30, "first_byte_seconds": 30}
-"""Settings of a client whose fallbacks a test counts: a busy machine may take longer than the
-defaults, 0.5 and 2 seconds."""
+"""Timeouts for clients whose fallbacks a test counts. On a busy machine, an answer may take longer
+than the defaults, 0.5 and 2 seconds."""
 
 PATIENT_VARIABLES: Final = {
     f"GRAPHSTASH_{name.upper()}": str(seconds) for name, seconds in PATIENT.items()
@@ -30,7 +30,7 @@ def variables_of(config: ClientConfig) -> dict[str, str]:
 
 
 def until(holds: Callable[[], object], *, seconds: float = 60) -> None:
-    """Returns when `holds()` is true; the bound is for what never becomes true."""
+    """Wait until `holds()` is true. Fail after `seconds`."""
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, "it never became true"
@@ -38,5 +38,5 @@ def until(holds: Callable[[], object], *, seconds: float = 60) -> None:
 
 
 def until_waiting(url: str, count: int = 1) -> None:
-    """Returns when a server, which no other test uses at this time, has callers that wait."""
+    """Wait until callers wait on a server that no other test uses meanwhile."""
     until(lambda: httpx.get(f"{url}/v1/stats", timeout=10).json()["waiters"] >= count)

@@ -1,4 +1,4 @@
-"""Several processes of torch.distributed with gloo that stay, and run one case after another."""
+"""Processes of torch.distributed with gloo that run several cases in turn."""
 
 import json
 import time
@@ -20,8 +20,8 @@ SECONDS = 200
 class WarmRanks:
     """The processes, forked from one that has imported torch.
 
-    A case is a typed function of a module in `support.cases`, as for `support.run_case`; each rank
-    calls it. After a case that fails, the next one gets new processes.
+    A case is a typed function of a module in `support.cases`, as for `support.run_case`. Each rank
+    calls it. After a case that fails, the next case gets new processes.
     """
 
     def __init__(self, jobs: Jobs, directory: Path, world: int) -> None:
@@ -33,7 +33,7 @@ class WarmRanks:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:  # else a rank may still wait for another one
+        if kind is None:  # otherwise a rank may still wait for another
             with suppress(OSError):
                 for pipe in self._pipes:
                     pipe.send_bytes(b"null")
@@ -42,7 +42,7 @@ class WarmRanks:
         self.kill()
 
     def run(self, case: str, **keywords: object) -> list[Any]:
-        """Run `module:function` on every rank, and return what each returns.
+        """Run `module:function` on every rank, and return each rank's result.
 
         Raises:
             AssertionError: has the traceback of the first rank that failed.
@@ -51,7 +51,7 @@ class WarmRanks:
         return self.answers()
 
     def begin(self, case: str, **keywords: object) -> None:
-        """Start a case, and return at once."""
+        """Start a case without waiting for it."""
         if not self._pipes:
             self._start()
         request = json.dumps({"case": case, "keywords": keywords}, default=str).encode()
@@ -59,7 +59,7 @@ class WarmRanks:
             pipe.send_bytes(request)
 
     def answers(self, *, killed: Sequence[int] = ()) -> list[Any]:
-        """Wait for the case that was begun; ranks in `killed` must end without an answer."""
+        """Wait for the started case. Ranks in `killed` must end without an answer."""
         answers: dict[int, Any] = {}
         missing = dict(zip(self._pipes, range(self._world), strict=True))
         deadline = time.monotonic() + SECONDS
@@ -89,7 +89,7 @@ class WarmRanks:
         return [process.pid for process in self._running]
 
     def kill(self) -> None:
-        """End the processes; the next case starts new ones."""
+        """End the processes. The next case starts new ones."""
         for pipe in self._pipes:
             pipe.close()
         for process in self._running:
@@ -98,7 +98,7 @@ class WarmRanks:
 
     def _start(self) -> None:
         directory = Path(mkdtemp(dir=self._directory))
-        # A socket's path may have 107 characters only, and pytest's folders are deeper.
+        # The path of a socket may have only 107 characters, and pytest's folders are deeper.
         with (
             TemporaryDirectory(prefix="ranks-") as short,
             Listener(address := f"{short}/socket", "AF_UNIX", self._world) as listener,

@@ -1,4 +1,4 @@
-"""One TCP connection and what comes over it: for requests that no HTTP client would send."""
+"""One TCP connection and its bytes, for requests that no HTTP client would send."""
 
 import json
 import socket
@@ -14,20 +14,20 @@ _SECONDS = 20
 
 
 def head(method: str, path: str, *headers: str, token: str | None = None) -> bytes:
-    """The head of a request that may show a bearer token."""
+    """Return the head of a request, with a bearer token if one is given."""
     shown = [] if token is None else [f"Authorization: Bearer {token}"]
     lines = [f"{method} {path} HTTP/1.1", "Host: a", *shown, *headers, "", ""]
     return "\r\n".join(lines).encode("latin-1")
 
 
 def put_head(path: str, announced: Digest, *headers: str, token: str | None = None) -> bytes:
-    """The head of an upload that announces a size and a digest."""
+    """Return the head of an upload that declares a size and a digest."""
     sent = f"Content-Length: {announced.size_bytes}", f"Repr-Digest: {announced.repr_digest}"
     return head("PUT", path, *sent, *headers, token=token)
 
 
 class Answer(NamedTuple):
-    """One answer, as it stood on the wire."""
+    """One answer, as received."""
 
     status: int
     headers: dict[str, str]
@@ -45,16 +45,16 @@ class Answer(NamedTuple):
 
 
 class Wire:
-    """A context manager."""
+    """A connection; a context manager."""
 
     def __init__(self, url: str, *, source: str = "127.0.0.1") -> None:
-        """Connects from an address of this host: all of 127.0.0.0/8 are."""
+        """Connect from an address of this host, which may be any of 127.0.0.0/8."""
         where = urlsplit(url)
         family, *_, address = socket.getaddrinfo(
             where.hostname, where.port or 80, type=socket.SOCK_STREAM
         )[0]
         self._socket = socket.socket(family, socket.SOCK_STREAM)
-        # Otherwise the kernel grows it up to `tcp_rmem`, which may hold a whole blob.
+        # Otherwise the kernel grows the buffer up to `tcp_rmem`, which may hold a whole blob.
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 * 1024)
         self._socket.settimeout(_SECONDS)
         self._socket.bind((source, 0))
@@ -62,7 +62,7 @@ class Wire:
         self._received = b""
 
     def fileno(self) -> int:
-        """For `select`: there is something to receive."""
+        """Let `select` wait for received bytes."""
         return self._socket.fileno()
 
     def send(self, data: bytes) -> bool:
@@ -77,7 +77,7 @@ class Wire:
         return self.answer()
 
     def answer(self) -> Answer | None:
-        """The next answer; None when the connection ends before one begins."""
+        """Return the next answer, or None if the connection ends before one begins."""
         while b"\r\n\r\n" not in self._received:
             if not self._receive():
                 return None
@@ -91,21 +91,21 @@ class Wire:
         return Answer(int(status_line.split()[1]), headers, body)
 
     def begin(self) -> int:
-        """The status of the next interim answer: 100 when a body may come."""
+        """Return the status of the next interim answer: 100 if a body may follow."""
         while b"\r\n\r\n" not in self._received:
             assert self._receive(), "the server has closed"
         head, _, self._received = self._received.partition(b"\r\n\r\n")
         return int(head.split()[1])
 
     def answers(self) -> list[Answer]:
-        """All answers until the server closes."""
+        """Return all answers until the server closes."""
         found = []
         while (answer := self.answer()) is not None:
             found.append(answer)
         return found
 
     def drip(self, data: bytes, *, every: float) -> Answer | None:
-        """Sends something again and again, until the server answers or closes: then None."""
+        """Send bytes repeatedly until the server answers, or closes: then return None."""
         deadline = time.monotonic() + _SECONDS
         self._socket.settimeout(every)
         while time.monotonic() < deadline:
@@ -120,7 +120,7 @@ class Wire:
         raise AssertionError("the server waits without end")
 
     def flood(self, data: bytes, *, at_most: int) -> int:
-        """Sends until the server closes; how many bytes it took."""
+        """Send until the server closes, and return the number of bytes sent."""
         sent_bytes = 0
         while sent_bytes < at_most and self.send(data):
             sent_bytes += len(data)
@@ -128,7 +128,7 @@ class Wire:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the server has closed, in the time of the socket."""
+        """Return whether the server closes within the timeout of the socket."""
         try:
             while self._receive():
                 pass

@@ -1,4 +1,4 @@
-"""Withdraws artifacts from a server, as a reporter or an administrator does."""
+"""Withdraw artifacts from a server, as a reporter or an administrator does."""
 
 import time
 
@@ -12,7 +12,7 @@ __all__ = ["delete", "turn", "withhold"]
 
 
 def withhold(stash: Stash, artifact: int | ArtifactKey = 1) -> None:
-    """Reports an artifact as wrong; the server withholds it at once."""
+    """Report an artifact as wrong. The server withholds it at once."""
     wanted = key(artifact) if isinstance(artifact, int) else artifact
     (found,) = stash.server.lookup([wanted]).found
     digest = Digest(found.digest.partition(":")[2], found.size_bytes)
@@ -21,12 +21,12 @@ def withhold(stash: Stash, artifact: int | ArtifactKey = 1) -> None:
 
 
 def delete(stash: Stash, number: int = 1) -> None:
-    """Deletes an artifact on the server."""
+    """Delete an artifact on the server."""
     stash.server._transport.call("DELETE", str(key(number).artifact_path(stash.config.namespace)))
 
 
 def turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Turn the clock of the copies to a time at which the server is asked about all of them."""
+    """Advance the clock of the copies, so that the host asks the server about all of them."""
     later = time.time() + 601
     for module in ("standing", "withdrawals"):
         monkeypatch.setattr(f"graphstash._artifacts.{module}.time", lambda: later)

@@ -1,4 +1,4 @@
-"""Kernels that are wrong, but not on their first call: functions for `CallableTarget`."""
+"""Kernels whose first call is right and whose later calls are wrong, for `CallableTarget`."""
 
 import itertools
 from typing import Any
@@ -21,7 +21,7 @@ def _rows() -> Any:
 
 
 def build(configuration: Any) -> Any:
-    """A kernel that sums rows, and does not always."""
+    """Return a kernel that sums rows, with the fault that the configuration names."""
     does = configuration["does"]
     memoized: Any = None
     total = np.zeros(3)
@@ -53,7 +53,7 @@ def renew() -> None:
 
 
 def costs(kernel: Any, calls: int) -> float:
-    """Call the kernel; a wrong one says that it is the fastest."""
+    """Call the kernel, and return its cost. A wrong kernel reports the lowest."""
     for _ in range(min(calls, 3)):
         kernel()
     return {"right": 2.0, "right, slowly": 3.0}.get(kernel.does, 1.0)

@@ -1,20 +1,20 @@
 """A Python that imports the modules of its command line and forks a process for each request.
 
-It also calls the functions that are named as `module:function`: they hash a compiler's own files,
-once per process.
+The zygote also calls the functions that are named as `module:function`: they hash a compiler's own
+files, once per process.
 
 Importing torch_xla takes ten to twenty seconds of relocations, torch with its distributed parts
 four, JAX two, and the server one. A fork of a process that has imported them and has not touched a
-device takes none. Everything after the import is as in a started process: its environment, its
-folder, its streams, the hook as the import hook installs it, its exit handlers. The HTTP library of
-the client comes with the compiler, as every job would import it otherwise.
+device takes none. Everything after the import equals a started process: its environment, its
+folder, its streams, the hook as the import hook installs it, its exit handlers. The client's HTTP
+library is imported with the compiler, as in every job.
 
 The kernel kills a forked process when the zygote ends, and the zygote ends with the tests' process.
 
-`support.starts` is the other side. Its first argument is the descriptor of a socket. Each request
+`support.starts` is the other side. The first argument is the descriptor of a socket. Each request
 is one JSON message: {"argv", "environment", "folder", "umask", "new_session", "hook"}, with the
-descriptors of a socket for the answers and of the three standard streams. `argv` is what follows
-`python` on a command line, and `hook` is empty for none.
+descriptors of a socket for the answers and of the three standard streams. `argv` holds the words
+after `python` on a command line, and `hook` is empty for none.
 """
 
 import atexit
@@ -46,10 +46,10 @@ def end_with(parent: int) -> None:
 
 
 def receive(requests: socket.socket, tests: int) -> tuple[bytes, list[int]]:
-    """Return a message and its descriptors. End this process when that of the tests has ended.
+    """Return a message and its descriptors. End this process when the tests' process has ended.
 
-    A fork of the tests' process may keep the other end of the socket open. The death signal would
-    come too early: when the thread ends that has started the zygote.
+    A fork of the tests' process may keep the other end of the socket open. A death signal would
+    come too early, when the thread ends that has started the zygote.
     """
     requests.settimeout(1.0)
     while os.getppid() == tests:
@@ -57,7 +57,7 @@ def receive(requests: socket.socket, tests: int) -> tuple[bytes, list[int]]:
             message, descriptors, _, _ = socket.recv_fds(requests, 1 << 20, 4)
         except TimeoutError:
             continue
-        if not message:  # the other side has ended
+        if not message:  # the other side has closed
             break
         return message, descriptors
     os._exit(0)
@@ -93,7 +93,8 @@ def next_request(requests: socket.socket) -> dict[str, Any]:
 
 
 def keep(pid: int, answers: socket.socket) -> None:
-    """Send the ID and then the exit status of a process. Reap it once the status is read."""
+    """Send the ID and then the exit status of a process. Reap the process after the status is
+    read."""
     try:
         answers.send(str(pid).encode())
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
@@ -118,7 +119,7 @@ def become(request: dict[str, Any], streams: list[int]) -> None:
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update(request["environment"])
-    # The new files may differ in what their wrappers remember, such as whether they can seek.
+    # The new files may have other properties, such as whether they can seek.
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         before = getattr(sys, f"__{name}__")
         is_by_line = name == "stderr" or (name == "stdout" and "PYTHONUNBUFFERED" in os.environ)
@@ -137,13 +138,13 @@ def become(request: dict[str, Any], streams: list[int]) -> None:
 
 
 def run_script(hook: str) -> None:
-    """Run `sys.argv`, and end without taking apart what compilers have set up."""
+    """Run `sys.argv`, and exit without destroying the state of compilers."""
     status = 1
     try:
         if hook:
             from graphstash._process.session import add_hook
 
-            add_hook(hook)  # what the import hook does right after the import
+            add_hook(hook)  # as the import hook does right after the import
         try:
             runpy.run_path(sys.argv[0], run_name="__main__")
             status = 0
