@@ -1,4 +1,4 @@
-"""Sums of several ranks through aggregators, beside torch's own."""
+"""Sums of several ranks through aggregators, compared with torch's own."""
 
 import json
 import math
@@ -33,7 +33,8 @@ def is_last() -> bool:
 
 
 def exact_sum(values: Tensor) -> Tensor:
-    """Return the sum rank by rank, as it is promised: of 16 bits in float32."""
+    """Return the sum in rank order, which the product promises. Sums of 16-bit types use
+    float32."""
     is_narrow = values.dtype.is_floating_point and values.itemsize == 2
     total = torch.zeros(values.shape, dtype=torch.float32 if is_narrow else values.dtype)
     for each in gathered(values):
@@ -42,7 +43,7 @@ def exact_sum(values: Tensor) -> Tensor:
 
 
 def require_sums(made: AggregatedAllReduce, count: int, *, counts_bytes: bool = True) -> None:
-    """The sums have the promised bits on all ranks, and cost the bytes of the formula."""
+    """Require the promised bits on all ranks, and the bytes of the formula."""
     session: Any = made._session
     for name, values, _ in drawn(3, count, [BLOCK]):
         expected_sum, nonzero = exact_sum(values), nonzero_blocks(values, BLOCK)
@@ -71,7 +72,7 @@ def sums(*, count: int, **arguments: Any) -> None:
 
 
 def sums_on_ipv6(*, count: int) -> None:
-    try:  # containers often have no such address
+    try:  # containers often lack such an address
         sockets.bound(("::1", 0)).close()
     except ConfigError:
         return
@@ -79,7 +80,7 @@ def sums_on_ipv6(*, count: int) -> None:
 
 
 class Lossy:
-    """Loses, doubles and delays datagrams of this rank, in both directions."""
+    """Lose, double and delay datagrams of this rank, in both directions."""
 
     def __init__(self, seed: int, share: float) -> None:
         self._chance, self._share = random.Random(seed), share
@@ -126,7 +127,7 @@ class Lossy:
 
 
 def lossy(*, count: int) -> int:
-    """Return how many bytes were sent again."""
+    """Return the number of bytes that were sent again."""
     with (
         AggregatedAllReduce(block_size=BLOCK, payload_bytes=3_000) as made,
         Lossy(distributed.get_rank(), 0.03) as faults,
@@ -179,7 +180,7 @@ def hostile(*, count: int) -> None:
 
 
 def whole() -> None:
-    """A whole tensor is sent with its zeros."""
+    """Require that a whole tensor is sent with its zeros."""
     rank, world = distributed.get_rank(), distributed.get_world_size()
     with AggregatedAllReduce(block_size=BLOCK) as made:
         values = torch.zeros(1000)
@@ -195,7 +196,7 @@ DDP: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "whole": ({}, {"dense_above": 0}, 1e-6),
     "bf16 on the wire": ({}, {"wire_dtype": torch.bfloat16}, 2e-2),
 }
-"""Arguments of the aggregators and of the hook's state, and how near it is to a dense sum."""
+"""Arguments of the aggregators and of the hook's state, and the tolerance to a dense sum."""
 
 
 def trains_the_same(*, name: str) -> None:
@@ -284,7 +285,7 @@ def on_one_rank() -> dict[str, str]:
     sys.executable = "/bin/echo" if is_last() else python
     messages["speaks first"] = error_of(AggregatedAllReduce)
     sys.executable = python
-    size = threading.stack_size(2**50 if is_last() else 0)  # more than there are addresses
+    size = threading.stack_size(2**50 if is_last() else 0)  # more than the address space
     messages["no thread"] = error_of(AggregatedAllReduce)
     threading.stack_size(size)
 
@@ -303,7 +304,7 @@ def on_one_rank() -> dict[str, str]:
 
 
 def with_a_fork() -> None:
-    """A fork is no rank, and does not keep the aggregator that it has a pipe to."""
+    """Require that a fork is no rank, and that it does not keep the aggregator's process alive."""
     made = AggregatedAllReduce()
     reads, writes = os.pipe()
     fork = os.fork()
@@ -317,7 +318,7 @@ def with_a_fork() -> None:
     made.close()
     os.kill(fork, signal.SIGKILL)
     os.waitpid(fork, 0)
-    assert own.returncode == 0  # it ended at a request, not by a signal
+    assert own.returncode == 0  # the aggregator ended at a request, not by a signal
 
 
 def require_ones(made: AggregatedAllReduce, elements: int = 10) -> None:
@@ -327,7 +328,7 @@ def require_ones(made: AggregatedAllReduce, elements: int = 10) -> None:
 
 
 def told_to_end() -> None:
-    """Aggregators leave it to their ranks to end, when schedulers tell all processes to."""
+    """Require that aggregators ignore the signals by which schedulers end all processes."""
     with AggregatedAllReduce() as made:
         session: Any = made._session
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
@@ -335,7 +336,7 @@ def told_to_end() -> None:
         require_ones(made)
 
 
-# Until a process is killed.
+# Sums until a process is killed.
 
 
 def note(directory: str, name: str, text: str = "") -> None:
@@ -345,7 +346,7 @@ def note(directory: str, name: str, text: str = "") -> None:
 
 
 def begun(directory: str, made: AggregatedAllReduce) -> Any:
-    """Note the pid of this rank's own aggregator, if it has one; return its process."""
+    """Note the pid of this rank's own aggregator, if it has one, and return its process."""
     session: Any = made._session
     own = session._own._process if session._own is not None else None
     note(directory, "child", json.dumps(own and own.pid))
@@ -378,7 +379,7 @@ def broken(*, directory: str, kills: str, **arguments: Any) -> str:
 
 
 def suspended(*, directory: str) -> None:
-    """Sum until the file "enough" is there; the whole job may stand still meanwhile."""
+    """Sum until the file "enough" exists. A test may suspend the whole job meanwhile."""
     with AggregatedAllReduce(lost_after_seconds=6) as made:
         begun(directory, made)
         values = torch.zeros(2)

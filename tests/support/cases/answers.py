@@ -1,4 +1,4 @@
-"""A client that is answered by a hostile server, in a process of its own."""
+"""A client of a hostile server, in a process of its own."""
 
 import logging
 import time
@@ -24,9 +24,10 @@ CALLS: dict[str, Callable[[ServerClient], object]] = {
 
 
 def costs_of(*, url: str, calls: list[str]) -> list[tuple[str, int, float]]:
-    """Return the outcome of each call, the KiB by which the process grew, and its CPU seconds."""
+    """Return the outcome of each call, the growth of the process in KiB, and its CPU seconds."""
     costs = []
-    for call in calls:  # each by a client of its own: one that failed often asks no more
+    # Each call has its own client, because a client stops after several failures.
+    for call in calls:
         client = ServerClient(ClientConfig.load({}, url=url, first_byte_seconds=30))
         forget_peak()
         before, began = kibibytes("VmRSS"), time.process_time()

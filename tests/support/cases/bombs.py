@@ -1,4 +1,4 @@
-"""A job that is given bombs, in a process of its own."""
+"""A job that downloads bombs, in a process of its own."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ __all__ = ["costs_of"]
 
 
 def costs_of(*, settings: dict[str, Any], keys: list[dict[str, str]]) -> list[dict[str, Any]]:
-    """Return by how many bytes the process grew for each key, and why the job compiled."""
+    """Return the growth of the process in bytes for each key, and the reason of the compilation."""
     costs = []
     for number, key in enumerate(keys):
         place = Path(settings["cache_dir"]) / str(number)

@@ -1,4 +1,4 @@
-"""Training with dropout on torch_xla, anew and from a checkpoint."""
+"""Training with dropout on torch_xla, from the start and from a checkpoint."""
 
 import gc
 from typing import Any
@@ -19,7 +19,7 @@ NAMES = ("CompileTime", "ExecuteTime", "TransferFromDeviceTime")
 
 class Run:
     def __init__(self) -> None:
-        gc.disable()  # which tensors are alive decides what a lazy step is
+        gc.disable()  # live tensors decide the contents of a lazy step
         self.device = torch_xla.device()
         torch.manual_seed(0)
         layers = (nn.Linear(8, 32), nn.Dropout(0.5), nn.BatchNorm1d(32), nn.Linear(32, 1))
@@ -51,7 +51,8 @@ def change(before: list[int]) -> list[int]:
 
 
 def new(*, checkpoints: str) -> dict[str, Any]:
-    """Ten steps with a checkpoint in the middle, which is one transfer and changes no graph."""
+    """Make ten steps with a checkpoint in the middle, which is one transfer and changes no
+    graph."""
     run = Run()
     with Checkpoints(checkpoints) as saved:
         losses = [run.step(number) for number in range(5)]
@@ -71,7 +72,7 @@ def new(*, checkpoints: str) -> dict[str, Any]:
         assert change(before)[:2] == [0, 5]
     report = run.report(losses)
     assert len(set(report["losses"])) == 10
-    with Checkpoints(checkpoints) as saved:  # the sixth step again, without its random state
+    with Checkpoints(checkpoints) as saved:  # repeat the sixth step without its random state
         last = saved.load()
     assert last is not None
     run.model.load_state_dict(last.state["model"])
@@ -81,7 +82,7 @@ def new(*, checkpoints: str) -> dict[str, Any]:
 
 
 def resumed(*, checkpoints: str) -> dict[str, Any]:
-    """The last five steps, from the checkpoint."""
+    """Make the last five steps from the checkpoint."""
     run = Run()
     with Checkpoints(checkpoints) as saved:
         last = saved.load()

@@ -1,4 +1,4 @@
-"""Cases around any other case, for the contract of hooks."""
+"""Wrappers of other cases, for the contract of hooks."""
 
 import importlib
 import multiprocessing
@@ -17,7 +17,7 @@ def _case(name: str) -> Callable[..., Any]:
 
 
 def on_other_version(*, package: str, version: str, function: str, keywords: dict[str, Any]) -> Any:
-    """Run a case after the compiler's package reported another version to the hook."""
+    """Run a case after the compiler's package has reported another version to the hook."""
     vars(importlib.import_module(package))["__version__"] = version
     import graphstash
 

@@ -1,4 +1,4 @@
-"""Both examples on torch_xla by each of their loops: what each step took, and the losses."""
+"""Both examples on torch_xla, in each of their loops: the cost of each step, and the losses."""
 
 import gc
 import json
@@ -62,7 +62,7 @@ def gpt_by_command_line(*options: str) -> list[float]:
 
 
 def on_torch_xla() -> dict[str, Any]:
-    gc.disable()  # which tensors are alive decides what a lazy step is
+    gc.disable()  # live tensors decide the contents of a lazy step
     return {
         "digits": {arm: digits(arm) for arm in ("plain", "ours-traced")},
         "gpt": {arm: gpt(arm) for arm in loops.ARMS},

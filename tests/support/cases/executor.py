@@ -1,4 +1,4 @@
-"""Trains twice from the same start, in series and on a DeviceExecutor: to the same bits."""
+"""Train twice from the same start, in series and on a DeviceExecutor, to the same bits."""
 
 import gc
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ def on_torch_xla() -> None:
 
     from support.cases.xla import counts
 
-    gc.disable()  # which tensors are alive decides what a lazy step is
+    gc.disable()  # live tensors decide the contents of a lazy step
     device = torch_xla.device()
 
     def batches() -> Iterator[Any]:

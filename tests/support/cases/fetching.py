@@ -1,4 +1,4 @@
-"""What one large artifact costs the process that gets it."""
+"""Memory of a process that fetches one large artifact."""
 
 import hashlib
 from pathlib import Path
@@ -13,12 +13,12 @@ __all__ = ["growth"]
 def growth(
     *, settings: dict[str, Any], small: str, large: str, is_file: bool
 ) -> dict[str, str | int]:
-    """Return how much memory the large artifact took beside the small one, and its SHA-256."""
+    """Return the memory of the large artifact, less that of the small one, and its SHA-256."""
     Path(settings["cache_dir"]).mkdir(mode=0o700, exist_ok=True)
     target = Path(settings["cache_dir"]) / "payload"
     small_key, large_key = (ArtifactKey.parse(*key.split("/")) for key in (small, large))
     with Stash(ClientConfig.load({}, **settings)) as stash:
-        assert stash.get(small_key) is not None  # everything is loaded now
+        assert stash.get(small_key) is not None  # loads all modules
         assert stash.fetch(small_key, target) is not None
         before = _peak_bytes()
         payload = None if is_file else stash.get(large_key)
@@ -30,7 +30,7 @@ def growth(
 
 
 def _peak_bytes() -> int:
-    # Not ru_maxrss: that begins with the peak of the process that started this one.
+    # Not ru_maxrss, which begins with the peak of the parent process.
     lines = Path("/proc/self/status").read_text().splitlines()
     (peak,) = (line for line in lines if line.startswith("VmHWM:"))
     return int(peak.split()[1]) * 1024

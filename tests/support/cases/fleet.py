@@ -1,4 +1,4 @@
-"""Many processes of a job that want the same stored graphs at once."""
+"""Many processes of a job that request the same stored graphs at once."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ __all__ = ["graph", "read_at_once"]
 
 
 def graph(number: int) -> ArtifactKey:
-    """Return a key whose fingerprint looks as random as a real one."""
+    """Return a key with a fingerprint that looks as random as a real one."""
     fingerprint = hashlib.sha256(str(number).encode()).hexdigest()
     return ArtifactKey.parse("torch_xla", "cpu-x86_64-0123456789abcdef", fingerprint)
 
@@ -22,13 +22,13 @@ def graph(number: int) -> ArtifactKey:
 def read_at_once(
     *, settings: dict[str, Any], directory: str, processes: int, hosts: int, graphs: int
 ) -> list[dict[str, Any]]:
-    """Fork processes that read all graphs, and return what each of them counted.
+    """Fork processes that read all graphs, and return the counts of each.
 
     Args:
         settings: settings of all clients.
-        directory: where each host has its local tier.
+        directory: parent of each host's local tier.
         processes: number of processes.
-        hosts: number of hosts that they are spread over.
+        hosts: number of hosts, over which the processes are distributed.
         graphs: number of graphs, see `graph`.
     """
     waiting, starting = os.pipe()

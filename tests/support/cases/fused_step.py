@@ -1,7 +1,7 @@
 """Updates in the next forward, on any version of torch."""
 
 # mypy: disallow-untyped-calls=False
-# torch is typed in part.
+# torch is partly typed.
 
 from collections.abc import Callable
 from typing import Any
@@ -28,9 +28,10 @@ def _notices(hold: Callable[[Tensor], Tensor], parameter: Tensor) -> bool:
 
 
 def in_next_forward() -> dict[str, Any]:
-    """Train with and without fusion; return how many updates wait after each step, and the bits.
+    """Train with and without fusion; return the number of waiting updates after each step, and the
+    bits.
 
-    Also return the ways to hold a parameter's memory that fusion does not notice.
+    Also return the ways to hold a parameter's memory that fusion does not detect.
     """
     report: dict[str, Any] = {"torch": torch.__version__, "waiting": []}
     parameter = nn.Parameter(torch.zeros(6))

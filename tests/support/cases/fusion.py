@@ -1,6 +1,6 @@
-"""Training in several processes with fused updates and without: both end alike, or one is refused.
+"""Training in several processes with and without fused updates: the results are equal, or refused.
 
-A third of a gradient is rounded, a half is not: three processes tell more than two.
+Three processes detect more than two, because a third of a gradient is rounded and a half is not.
 """
 
 import copy
@@ -38,11 +38,11 @@ STEPS = 10
 WIDTH = 12
 
 Step = Callable[[Any, Any, int], bool]
-"""Makes a step of a model and an optimizer; returns whether backward has updated everything."""
+"""Makes a step of a model and an optimizer, and returns whether backward has updated everything."""
 
 
 class Net(nn.Module):
-    """Some of its layers are used in some steps only, and by some processes only; one by none."""
+    """A model that uses some layers only in some steps or processes, and one layer never."""
 
     def __init__(self, *, chooses: bool = False) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def loss_of(model: nn.Module, step: int) -> Tensor:
 
 
 def is_updated(model: nn.Module) -> bool:
-    """Return whether backward has updated all parameters: no gradient has values."""
+    """Return whether backward has updated all parameters, so that no gradient has values."""
     gradients = [parameter.grad for parameter in model.parameters()]
     return all(each is None or isinstance(each, StandIn) for each in gradients)
 
@@ -105,7 +105,8 @@ SETTINGS: dict[str, dict[str, bool]] = {
 
 
 def run(model: nn.Module, optimizer: str, when: Any, *, step: Step = one_step) -> list[Tensor]:
-    """Train, save and load in the middle, go on without fusion; return this process's values."""
+    """Train, save and load in the middle, continue without fusion, and return this process's
+    values."""
     mine = OPTIMIZERS[optimizer](model.parameters())
     with nullcontext() if when is None else training.fuse(model, mine, when):
         in_backward = []
@@ -125,7 +126,7 @@ def run(model: nn.Module, optimizer: str, when: Any, *, step: Step = one_step) -
 
 
 def assert_same(train: Callable[[Any], list[Any]], when: str) -> None:
-    """Require that a fused run ends where one without fusion ends, to the bit."""
+    """Require that a fused run ends where an unfused one ends, to the bit."""
     alone, fused = train(None), train(when)
     assert len(alone) == len(fused)
     for one, other in zip(alone, fused, strict=True):
@@ -137,7 +138,7 @@ def replicated(*, when: str, optimizer: str, settings: str) -> None:
 
 
 def joined_later(*, divides_by_all: bool) -> None:
-    """After the fusion, each process makes another number of steps."""
+    """Make another number of steps in each process after the fusion."""
 
     def train(when: Any) -> list[Tensor]:
         model = ddp()
@@ -174,7 +175,7 @@ def sharded(*, optimizer: str) -> None:
 
 
 def accumulating(model: Any, optimizer: Any, number: int, *, reduces: bool = False) -> bool:
-    """A step of two micro-batches."""
+    """Make a step of two micro-batches."""
     optimizer.zero_grad()
     for part in range(2):
         model.set_requires_gradient_sync(reduces or part == 1)
@@ -235,7 +236,7 @@ def by_train(*, when: str) -> None:
     assert_same(train, when)
 
 
-# What would not be exact.
+# Refused cases, which would not be exact.
 
 
 def sgd(model: nn.Module) -> training.SGD:
@@ -256,12 +257,12 @@ def of_builtin_hook() -> None:
 
 def of_mixed_precision() -> None:
     model = ddp()
-    model.mixed_precision = _MixedPrecision(param_dtype=torch.bfloat16)  # torch makes it on CUDA
+    model.mixed_precision = _MixedPrecision(param_dtype=torch.bfloat16)  # torch sets it on CUDA
     training.fuse(model, sgd(model), "forward")
 
 
 def require_unchanged(model: nn.Module, work: Callable[[], object]) -> None:
-    """Require that the parameters are what they were before the work, even if it raises."""
+    """Require that the work does not change the parameters, even if it raises."""
     before = copy.deepcopy(list(model.parameters()))
     try:
         work()
@@ -329,7 +330,7 @@ def of_half_an_update() -> None:
         instead.set_units, instead.state_has_changed = update.set_units, update.state_has_changed
 
         def fail(*_: Any) -> None:
-            while not updated:  # other threads do that
+            while not updated:  # other threads update
                 os.sched_yield()
             raise ZeroDivisionError
 
@@ -341,7 +342,7 @@ def of_half_an_update() -> None:
 
 
 def of_offloading() -> None:
-    """As with CPUOffloadPolicy: the parameters are here, and processes share them on CUDA."""
+    """Parameters on the CPU whose shards are on CUDA, as with CPUOffloadPolicy."""
     world = distributed.get_world_size()
     mesh = DeviceMesh("cuda", torch.arange(world), _init_backend=False)
     whole = TensorMeta(torch.Size([2 * world, 3]), (3, 1), torch.float32)

@@ -1,4 +1,4 @@
-"""A kernel of Triton that a GPU runs; Triton reads its source from this file."""
+"""A Triton kernel that a GPU runs. Triton reads its source from this file."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 # Triton ships no types.

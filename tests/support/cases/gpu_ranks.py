@@ -1,7 +1,7 @@
 """Ranks that train on one GPU, with dense and with sparse gradients."""
 
 # mypy: disallow-untyped-calls=False
-# torch is typed in part.
+# torch is partly typed.
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -55,8 +55,7 @@ def _trained(kind: str, rank: int) -> list[torch.Tensor]:
 def ddp(*, number: int, size: int, store: str) -> dict[str, Any]:
     """Train with each kind of reduction over gloo, whose ranks may share a GPU.
 
-    Return the sums of the parameters, and by kind whether the parameters have the bits of dense
-    gradients.
+    Return the sums of the parameters, and whether each kind gives the bits of dense gradients.
     """
     distributed.init_process_group("gloo", init_method=store, rank=number, world_size=size)
     dense = _trained("dense", number)
@@ -68,7 +67,8 @@ def ddp(*, number: int, size: int, store: str) -> dict[str, Any]:
 
 
 def nccl(*, store: str) -> dict[str, Any]:
-    """Train DDP plainly and as a captured step. There is one rank: NCCL needs a GPU for each."""
+    """Train DDP plainly and as a captured step. There is one rank, because NCCL needs a GPU for
+    each."""
     torch.cuda.set_device(0)
     distributed.init_process_group("nccl", init_method=store, rank=0, world_size=1)
     plain, _ = _trained_by_nccl(traced=False)

@@ -1,4 +1,4 @@
-"""A GPU that this host does not have: as much of it as Triton asks for before a launch."""
+"""A stand-in for an absent GPU: the properties that Triton reads before a launch."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ class Driver:
 
 
 class Pointer:
-    """What Triton asks a tensor for."""
+    """The attributes that Triton reads of a tensor."""
 
     dtype = "torch.float32"
 

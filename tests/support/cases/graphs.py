@@ -1,7 +1,7 @@
-"""Compile many graphs of JAX, one after another or side by side."""
+"""Compile many graphs of JAX, in series or in several threads."""
 
 # mypy: disallow-untyped-calls=False
-# JAX is typed in part.
+# JAX is partly typed.
 
 import time
 from concurrent.futures import ThreadPoolExecutor

@@ -1,6 +1,6 @@
 """Call a Helion kernel, which Helion tunes on the CPU: Pallas in interpret mode.
 
-Helion's own cache stores and looks up; its search has two configurations.
+Helion's own cache stores and looks up. Its search has two configurations.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ measured: list[Any] = []
 
 
 class Search(FiniteSearch):  # type: ignore[misc] # Helion ships no types
-    """Counts what Helion measures."""
+    """A search that records its measurements."""
 
     def _autotune(self) -> Any:
         measured.extend(self.configs)
@@ -49,18 +49,18 @@ def cache_of_rows(rows: int) -> Any:
 def tuned(
     *, plant: Sequence[str] = (), planted: int = 0, is_broken: bool = False
 ) -> dict[str, Any]:
-    """Return what Helion measured, chose and found.
+    """Return the configurations that Helion measured, chose and found.
 
     Args:
-        plant: what the job publishes as entries.
-        planted: how many of these entries it looks for.
+        plant: entries that the job publishes.
+        planted: number of these entries that it looks up.
         is_broken: whether the team's entries fail.
     """
     if is_broken:
         team._exchange_of = team._listed = lambda *_, **__: 1 // 0  # type: ignore[assignment] # breaks it
     x, y = torch.randn(64, 64), torch.randn(64, 64)
     search = Search(add.bind((x, y)), (x, y), CONFIGS)
-    # Helion names no hardware for a CPU here, although it does in the key of an entry.
+    # For a CPU, Helion names the hardware in the key of an entry, but not here.
     key = RemoteAutotuneCache(search).key
     search._get_current_hardware_and_specialization = lambda: (
         key.hardware,

@@ -1,7 +1,7 @@
-"""Small jobs of torch.compile; the variable PRETEND_ISA names the instruction sets torch sees."""
+"""Small torch.compile jobs. PRETEND_ISA names the instruction sets that torch detects."""
 
 # mypy: disallow-untyped-calls=False
-# torch is typed in part.
+# torch is partly typed.
 
 import os
 import time
@@ -39,9 +39,9 @@ def training(
     """Train two layers for two steps.
 
     Args:
-        install: Whether the program calls `graphstash.install()`.
-        width: Width of the layer between. Default: 40.
-        matmul: Compile a product of matrices instead, which needs no C++ compiler.
+        install: whether the program calls `graphstash.install()`.
+        width: width of the layer between. Default: 40.
+        matmul: compile a matrix product instead, which needs no C++ compiler.
     """
     if install:
         import graphstash
@@ -74,7 +74,7 @@ def training_with_bundles() -> dict[str, Any]:
 
 
 def products(*, sizes: list[int]) -> dict[str, Any]:
-    """Call a function of dynamic shapes: one graph for both of its branches, with other guards."""
+    """Call a function of dynamic shapes, whose two branches are one graph with different guards."""
 
     @torch.compile(dynamic=True)
     def either(x: Tensor, y: Tensor) -> Tensor:
@@ -106,7 +106,7 @@ def _counted(prefix: str) -> dict[str, int]:
 def rank(*, number: int, size: int, store: str) -> dict[str, Any]:
     """Train a linear model as one of several ranks, which average their gradients.
 
-    A product of matrices needs no kernel of Inductor's own, and so no C++ compiler.
+    A matrix product needs no generated kernel, and therefore no C++ compiler.
     """
     import graphstash
 
@@ -129,5 +129,5 @@ def rank(*, number: int, size: int, store: str) -> dict[str, Any]:
         losses.append(float(loss).hex())
     report = {"losses": losses, "found": _counted(""), "stats": asdict(graphstash.stats())}
     graphstash.uninstall()  # uploads
-    distributed.monitored_barrier()  # the first rank keeps the store
+    distributed.monitored_barrier()  # the first rank hosts the store
     return report

@@ -1,7 +1,7 @@
-"""Common models under torch.compile, trained for two steps: none of their graphs is left out."""
+"""Common models under torch.compile, trained for two steps."""
 
 # mypy: disallow-untyped-calls=False
-# torch is typed in part.
+# torch is partly typed.
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -52,7 +52,7 @@ def convolutions() -> dict[str, Any]:
 
 
 def predicting(*, context: str = "grad") -> dict[str, Any]:
-    """Only forward passes of a layer, with gradients as usual or in another context."""
+    """Run only forward passes of a layer, with gradients as usual or in another context."""
     contexts = {"grad": nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode}
     torch.manual_seed(0)
     torch.set_num_threads(2)
@@ -63,7 +63,7 @@ def predicting(*, context: str = "grad") -> dict[str, Any]:
 
 
 def tensor_parallel() -> dict[str, Any]:
-    """Layers in shards, as DTensors of a process group with one rank."""
+    """Train layers in shards, as DTensors of a process group with one rank."""
     import torch.distributed as dist
     from torch.distributed import HashStore  # type: ignore[attr-defined] # written in C++
     from torch.distributed.device_mesh import init_device_mesh

@@ -1,8 +1,8 @@
-"""Compile products of matrices with max-autotune, on a CPU.
+"""Compile matrix products with max-autotune, on a CPU.
 
-The candidates are a C++ template and the library's kernel, built and run for real. Those of the
-last product are Triton's templates as torch generates them for a GPU that is not there: their times
-are made up, and torch compiles nothing after it has chosen.
+The candidates are a C++ template and the library's kernel, which are really built and run. For the
+last product, torch generates Triton's templates for an absent GPU. Their times are invented, and
+torch compiles nothing after its choice.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class ChosenError(Exception):
 
 
 class ByHand(InductorChoices):
-    """Has no uuid(), which torch asks for in all that it composes."""
+    """Choices without uuid(), which torch calls on every part of composed choices."""
 
 
 def named(choice: Any) -> str:
@@ -40,12 +40,12 @@ def named(choice: Any) -> str:
 
 @dataclass
 class Observer:
-    """Notes what torch generates, measures and chooses.
+    """Records the candidates that torch generates, measures and chooses.
 
     Attributes:
-        fastest: candidates whose times are next to nothing.
+        fastest: candidates whose times are next to zero.
         refused: a candidate that does not compile.
-        seen: of the last product.
+        seen: records of the last product.
     """
 
     fastest: Sequence[str]
@@ -85,7 +85,7 @@ class Observer:
         selector.benchmark, selector.__call__ = noted, chosen
 
     def compile(self, a: Any, b: Any, backends: str, views: int) -> dict[str, Any]:
-        """Compile in graphs that differ in views, for which torch compiles no kernel."""
+        """Compile in graphs with different views, for which torch compiles no kernel."""
 
         def product(a: Any, b: Any) -> Any:
             result = torch.matmul(a, b)
@@ -115,12 +115,12 @@ def products(
     has_triton: bool = False,
     is_broken: bool = False,
 ) -> dict[str, Any]:
-    """Return what torch measured and chose for each product.
+    """Return the candidates that torch measured and chose for each product.
 
     Args:
-        fastest: candidates whose times are next to nothing.
-        views: 1 has the same products in other graphs.
-        refuse: the second time, a candidate that does not compile here.
+        fastest: candidates whose times are next to zero.
+        views: 1 puts the same products into other graphs.
+        refuse: a candidate that does not compile the second time.
         has_triton: whether to choose among Triton's templates.
         is_broken: whether to compile a product without the team's memory.
     """
@@ -129,7 +129,7 @@ def products(
     observer = Observer(fastest)
     if installed := inductor.install():
         observer.install()
-        # torch.get_float32_matmul_precision() raises from now on.
+        # From now on, torch.get_float32_matmul_precision() raises.
         torch.backends.cuda.matmul.fp32_precision = "tf32"
     report: dict[str, Any] = {"version": torch.__version__, "is_installed": installed is not None}
     a, b = torch.randn(2, 32, 48), torch.randn(2, 48, 16)
@@ -151,17 +151,17 @@ def products(
 
 
 def uninstalled(installed: Any) -> dict[str, Any]:
-    """Return what installing again, closing and the user's own choices lead to."""
+    """Return the effects of a second install, of closing, and of the user's own choices."""
     is_one = inductor.install() is installed
     installed.close()
     report = {"is_one": is_one, "is_taken_out": is_taken_out(), "by_hand": choices_by_hand()}
-    settings: Any = config  # the versions with the lookup table have it
+    settings: Any = config  # present in versions with the lookup table
     settings.inductor_choices_class = ByHand
     return report | {"is_refused": inductor.install() is None and is_taken_out()}
 
 
 def choices_by_hand() -> list[str]:
-    """Return torch's choices that the user has set, after install and close."""
+    """Return the choices in use, after the user has set torch's choices, install and close."""
     V.set_choices_handler(ByHand())
     again: Any = inductor.install()
     used = [type(V.choices).__name__]
@@ -171,7 +171,7 @@ def choices_by_hand() -> list[str]:
 
 
 def is_taken_out() -> bool:
-    """Return whether torch is as before; even a table that a thread still has is empty."""
+    """Return whether torch is restored. A table that a thread still holds must be empty."""
     from graphstash.tuning.targets.inductor_table import TeamChoices
 
     selector: Any = select_algorithm.AlgorithmSelectorCache

@@ -1,9 +1,9 @@
-"""Programs of JAX that a compiler hook meets.
+"""JAX programs for the tests of the hook.
 
 `training` is a two-layer perceptron with plain SGD, small enough for tests.
 """
 # mypy: disallow-untyped-calls=False
-# JAX is typed in part.
+# JAX is partly typed.
 
 import logging
 import multiprocessing
@@ -42,13 +42,13 @@ SETTINGS = (
 
 
 def note_compiles(*, fails: str = "") -> list[str]:
-    """Return the names of programs, to which JAX adds each that its compiler is given from now on.
+    """Return a list to which JAX's compiler adds the name of each program from now on.
 
     Args:
-        fails: Part of the names that the compiler refuses. Default: none.
+        fails: part of the names of programs that fail to compile. Default: none.
     """
     compiled: list[str] = []
-    names = ("backend_compile_and_load", "backend_compile")  # the second is that of 0.4.31
+    names = ("backend_compile_and_load", "backend_compile")  # 0.4.31 has the second name
     name = next(name for name in names if hasattr(compiler, name))
     original = getattr(compiler, name)
 
@@ -63,7 +63,7 @@ def note_compiles(*, fails: str = "") -> list[str]:
 
 
 def _state() -> dict[str, Any]:
-    """Return what the hook changes in JAX."""
+    """Return the parts of JAX that the hook changes."""
     settings = {name: getattr(jax.config, name, None) for name in SETTINGS}
     functions: list[Any] = [
         getattr(compilation_cache, "get_file_cache", compilation_cache.reset_cache),
@@ -98,7 +98,7 @@ def _train(scale: float) -> list[float]:
 
 
 def _leases_held(url: str) -> int:
-    """Return how many leases the server counts: 0 as soon as the last one has ended."""
+    """Return the number of leases on the server: 0 as soon as the last lease has ended."""
     deadline = time.monotonic() + 30
     while True:
         held: int = httpx.get(f"{url}/v1/stats", timeout=10).json()["leases_held"]
@@ -108,7 +108,7 @@ def _leases_held(url: str) -> int:
 
 
 def _install() -> None:
-    """Install the cache, twice: the second call changes nothing."""
+    """Install the cache twice. The second call changes nothing."""
     import graphstash
 
     for _ in range(2):
@@ -141,21 +141,21 @@ def training(
     callback: bool = False,
     stats_url: str = "",
 ) -> dict[str, Any]:
-    """Train, and report the losses and what JAX has compiled.
+    """Train, and report the losses and the programs that JAX has compiled.
 
     Args:
-        scale: Another one makes another program of equal shapes.
-        install: Whether the program calls `graphstash.install()`.
-        late: Whether it trains once before that.
-        uninstall: Whether it uninstalls the cache and trains again.
-        pretend_features: Instruction sets that this host's CPU has.
-        without_zstandard: Whether JAX finds no zstandard.
-        cache_dir: JAX's own cache, as scripts for a bare JAX set it.
-        sabotage: Whether what the hook relies on raises.
-        break_compiler: Whether a compile fails first.
-        rank: Of this process in a job of several.
-        callback: Whether a program calls back first.
-        stats_url: Report the leases that this server has in the end.
+        scale: a number in the program; another one gives another program of equal shapes.
+        install: whether the program calls `graphstash.install()`.
+        late: whether it trains once before the installation.
+        uninstall: whether it uninstalls the cache and trains again.
+        pretend_features: instruction sets that the CPU seems to have.
+        without_zstandard: whether zstandard is missing for JAX.
+        cache_dir: directory of JAX's own cache, as scripts set it for JAX alone.
+        sabotage: whether the functions on which the hook relies raise.
+        break_compiler: whether a compilation fails first.
+        rank: rank of this process in a job of several.
+        callback: whether a program with a callback runs first.
+        stats_url: server whose leases the report counts at the end.
     """
     report: dict[str, Any] = {"state_before": _state()}
     compiled = note_compiles(fails="broken" if break_compiler else "")
@@ -191,7 +191,7 @@ def training(
 
 
 def _settle(pretend_features: str, *, cache_dir: str, rank: int) -> None:
-    """Make what the hook does independent of this machine, and set up the job."""
+    """Make the hook independent of this machine's speed and CPU, and set up the job."""
     if (packs := sys.modules.get("graphstash._compile.packs")) is not None:
         packs.MAX_PACKED_SECONDS = 1e9  # type: ignore[attr-defined] # however busy it is
     if pretend_features:
@@ -224,7 +224,7 @@ def _error_of(function: Callable[[float], Any]) -> str:
 
 
 def training_in_children(*, count: int) -> list[Any]:
-    """Train in forked children at once, and return their reports."""
+    """Train in several forked children at once, and return their reports."""
     context = multiprocessing.get_context("fork")
     pipes = [context.Pipe(duplex=False) for _ in range(count)]
     children = [
@@ -264,7 +264,7 @@ def collective(*, rank: int, size: int, port: int) -> dict[str, Any]:
 
 
 def ahead_of_time() -> str:
-    """Compile a tiny program for a TPU that is not there, in the environment `jax-newest`."""
+    """Compile a tiny program for an absent TPU, in the environment `jax-newest`."""
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
     topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
     sharding = SingleDeviceSharding(topology.devices[0])
@@ -283,7 +283,7 @@ class _Lines(logging.Handler):
 
 
 def prewarmed_by_hand() -> dict[str, Any]:
-    """Compile `abstract_step` for a TPU as a user does; return the key that JAX logs."""
+    """Compile `abstract_step` for a TPU as a user does, and return the key that JAX logs."""
     from support.jax_prewarm_job import abstract_step
 
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
@@ -305,7 +305,7 @@ def prewarmed_by_hand() -> dict[str, Any]:
 
 
 def command_line(*, commands: list[list[str]]) -> list[Any]:
-    """Run `graphstash` several times in one process: the import of JAX takes seconds."""
+    """Run `graphstash` several times in one process, because the import of JAX takes seconds."""
     from typer.testing import CliRunner
 
     from graphstash._cli.main import complete_app

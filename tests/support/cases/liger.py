@@ -1,4 +1,4 @@
-"""Kernels of Liger, compiled for a GPU that this host does not have."""
+"""Kernels of Liger, compiled for an absent GPU."""
 
 # mypy: disable-error-code="import-not-found"
 
@@ -6,7 +6,7 @@ import hashlib
 from typing import Any
 
 import triton
-from liger_kernel.ops import (  # in `frameworks` only
+from liger_kernel.ops import (  # only in `frameworks`
     geglu,
     layer_norm,
     rms_norm,
@@ -36,7 +36,7 @@ KERNELS: tuple[tuple[Any, dict[str, Any]], ...] = (
 
 
 def kernels() -> dict[str, Any]:
-    """Compile every kernel; the digests of the cubins are the `losses` on which hosts agree."""
+    """Compile every kernel. The digests of the cubins are the `losses`, which all hosts share."""
     return {"losses": [_compiled(*each) for each in KERNELS], "ptxas": assembled()}
 
 

@@ -1,10 +1,10 @@
-"""Small real models, random weights, on the CPU.
+"""Small real models with random weights, on the CPU.
 
-Each model is a case. It imports its libraries itself: they lie in several environments.
+Each model is a case that imports its own libraries, because they are in several environments.
 """
 # mypy: disallow-untyped-calls=False, disallow-untyped-decorators=False
 # mypy: disallow-subclassing-any=False, disable-error-code="import-not-found"
-# Some libraries are typed in part, and some are not in `.venv`.
+# Some libraries are partly typed, and some are not in `.venv`.
 
 import gc
 from typing import Any, TypeAlias
@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 __all__ = ["flax_cnn", "residual_block"]
 
 Report: TypeAlias = dict[str, Any]
-"""The losses, and how often the compiler was at work."""
+"""The losses, and the number of compilations."""
 
 STEPS = 3
 
@@ -34,7 +34,7 @@ def residual_block() -> Report:
         def forward(self, x: Any) -> Any:
             return x + self.inner(x)
 
-    gc.disable()  # which tensors are alive decides what a lazy step is
+    gc.disable()  # live tensors decide the contents of a lazy step
     torch.manual_seed(0)
     device = torch_xla.device()
     entry = nn.Conv2d(3, 8, 3, stride=2, padding=1)
@@ -56,7 +56,8 @@ def residual_block() -> Report:
 
 
 def flax_cnn() -> Report:
-    """Flax's linen with an Optax schedule: a convolutional classifier with batch statistics."""
+    """Train Flax's linen with an Optax schedule: a convolutional classifier with batch
+    statistics."""
     import flax.linen as nn
     import jax
     import jax.numpy as jnp

@@ -5,7 +5,7 @@ kernel.
 """
 
 # mypy: disallow-untyped-calls=False
-# torch, Triton and JAX are typed in part.
+# torch, Triton and JAX are partly typed.
 
 import hashlib
 import time
@@ -17,15 +17,15 @@ STEPS = 4
 
 
 def _digest(*arrays: Any) -> str:
-    """Return a digest of arrays of numpy, to compare their bits."""
+    """Return a digest of numpy arrays, to compare their bits."""
     return hashlib.sha256(b"".join(each.tobytes() for each in arrays)).hexdigest()
 
 
 def compiled_training(*, mode: str | None = None) -> dict[str, Any]:
-    """Train a layer of a transformer, with a kernel of Triton, through torch.compile.
+    """Train a transformer layer with a Triton kernel through torch.compile.
 
     Args:
-        mode: of torch.compile.
+        mode: mode of torch.compile.
     """
     import torch
     import triton
@@ -63,7 +63,7 @@ def compiled_training(*, mode: str | None = None) -> dict[str, Any]:
 
 
 def launched_kernels() -> dict[str, Any]:
-    """Launch a kernel of Triton, and one of several configurations, with the team's tuner."""
+    """Launch a Triton kernel, and a kernel with several configurations through the team's tuner."""
     import torch
     import triton
 

@@ -1,7 +1,7 @@
-"""The sync-free optimizers, the loss scale and clipping on torch_xla, beside plain torch.
+"""The sync-free optimizers, the loss scale and clipping on torch_xla, compared with plain torch.
 
-One process for many checks, because torch_xla takes long to import. A step is one graph, computed
-once; nobody reads the device.
+Many checks share one process, because torch_xla takes long to import. A step is one graph, which
+runs once and is never read from the device.
 """
 
 import gc
@@ -50,11 +50,11 @@ XLA, HOST = torch_xla.device(), torch.device("cpu")
 
 
 class Counter:
-    """Compiles, executions, reads of the device and uploads of each step."""
+    """Record compilations, executions, device reads and uploads of each step."""
 
     def __init__(self) -> None:
         self.steps: list[list[int]] = []
-        torch_xla.sync(wait=True)  # what others have left
+        torch_xla.sync(wait=True)  # finish the work of earlier checks
         self.skip()
 
     def skip(self) -> None:
@@ -110,7 +110,7 @@ def train(
     before: Callable[[int], object] | None = None,
     after: Callable[[int], object] | None = None,
 ) -> list[float]:
-    """Train with a loss scale; on the host, return the scale after every step."""
+    """Train with a loss scale. On the host, return the scale after every step."""
     history = []
     for step in steps:
         factors = on(parameters, gradients(step, bad=BAD.get(step)))
@@ -159,7 +159,7 @@ def new_scale() -> LossScale:
 
 
 def matrix(name: str) -> None:
-    """A run that is not looked at, and the same again, looked at: torch's, and one graph."""
+    """Train twice, without and with counters: both equal torch, and a step is one graph."""
     case = ON_XLA[name]
     theirs = new_parameters()
     history = train(theirs, case.reference(theirs), torchs_scaler())
@@ -208,7 +208,7 @@ def every_schedule_on_one_graph() -> None:
             train_scheduled(optimizer, make(optimizer), parameters, after=after)
             reference = getattr(torch.optim, name)(theirs, **options, foreach=False)
             train_scheduled(reference, make(reference), theirs)
-            # The steps are as long as a parameter, or ten times that.
+            # The steps are as long as a parameter, or ten times longer.
             assert_close(parameters, theirs, atol=2e-6, rtol=2e-6)
             counter.require_one_graph(compiles_at_most=1 if number == 0 else 0)
 
@@ -234,7 +234,7 @@ def clipping_by_norm_and_by_value() -> None:
 
 def clipping_on_the_host_is_torchs() -> None:
     assert nn.utils.clip_grad_norm_ is not clip_grad.clip_grad_norm_, "torch_xla replaces it"
-    for step in range(9):  # not every norm shows how torch_xla's function rounds
+    for step in range(9):  # only some norms show how torch_xla's function rounds
         results: list[list[Any]] = []
         for clip in (clip_grad_norm_, clip_grad.clip_grad_norm_):
             parameters = new_parameters()[:1]
@@ -268,13 +268,13 @@ def state_is_written_over_in_place() -> None:
                 live.append(created - destroyed)
             changed = len({id(t) for t in (*parameters, *state_of(optimizer))}) + 2
             assert aliased() - before == changed, name
-            assert len(set(live)) == 1, name  # nothing stays behind
+            assert len(set(live)) == 1, name  # no tensor stays alive
     finally:
         module.donates = default
 
 
 def aliases_of_parameters_follow() -> None:
-    """What came from detach() and state_dict() before a step shows it."""
+    """Require that aliases from detach() and state_dict() show a later step."""
     parameter = nn.Parameter(torch.ones(3).to(XLA))
     optimizer = optimizers.SGD([parameter], lr=1.0)
     state = nn.ParameterList([parameter]).state_dict()["0"]
@@ -322,7 +322,7 @@ def the_scalers_of_torch_and_torch_xla() -> None:
         train(parameters, optimizer, scaler, steps=range(8), after=counter.next)
         assert_close(parameters, theirs)
         assert scaler.get_scale() == history[-1]
-        del counter.steps[0]  # their scale is born in the first step, whose graph is another one
+        del counter.steps[0]  # the first step creates their scale and therefore has another graph
         counter.require_one_graph()
 
 
@@ -361,7 +361,8 @@ def other_types_are_kept() -> None:
 def here_and_on_the_host(
     make: Callable[[Any], Any], shapes: Any, *, steps: int
 ) -> tuple[list[list[nn.Parameter]], list[Any]]:
-    """Train here in one graph and on the host, with bad steps; return parameters, optimizers."""
+    """Train on torch_xla in one graph and on the host, with bad steps; return parameters,
+    optimizers."""
     trained, made = [], []
     for place in (XLA, HOST):
         values = shaped(shapes)
@@ -394,7 +395,7 @@ def moments_of_eight_bits_are_rounded_as_on_the_host() -> None:
     trained, made = here_and_on_the_host(
         lambda p: optimizers.AdamW8bit(p, lr=0.01), shapes, steps=8
     )
-    # Where two sums differ in their last bit, a moment may be rounded the other way.
+    # If two sums differ in their last bit, a moment may be rounded to the other side.
     assert_close(*trained, atol=0.01 / 4)
     ours, theirs = ([t for t in state_of(o) if t.dtype == torch.uint8] for o in made)
     assert len(ours) == 2
@@ -403,14 +404,14 @@ def moments_of_eight_bits_are_rounded_as_on_the_host() -> None:
 
 
 def trained_with_switches(place: torch.device) -> tuple[list[Tensor], list[int]]:
-    """Return parameters, and all averages; and what was compiled after each step."""
+    """Return parameters and all averages, and the compilations of each step."""
     parameters = new_parameters(place)
     optimizer = optimizers.ScheduleFreeAdamW(parameters, lr=0.05)
     averages: list[Tensor] = []
     compiles: list[int] = []
     with torch.no_grad():
         for parameter in parameters:
-            parameter.mul_(2.0)  # loaded after the state was made
+            parameter.mul_(2.0)  # as if the model had loaded other values after the state was made
     torch_xla.sync(wait=True)
 
     def after(step: int) -> None:
@@ -426,11 +427,11 @@ def trained_with_switches(place: torch.device) -> tuple[list[Tensor], list[int]]
 
 
 def averages_are_put_in_and_taken_out() -> None:
-    """Between two steps, which changes neither them nor their graph."""
+    """Require that a switch between two steps changes neither the steps nor their graph."""
     here, compiles = trained_with_switches(XLA)
     there, _ = trained_with_switches(HOST)
     assert_close(here, there)
-    # The first switch compiles itself; the steps after it run the graph of those before.
+    # The first switch compiles its own graph. The steps after it run the earlier graph.
     assert compiles[3] == compiles[-1]
 
 
@@ -462,9 +463,9 @@ CHECKS: dict[str, Callable[[], None]] = {
 
 
 def checks(*, names: list[str]) -> dict[str, str]:
-    """Run checks and cases of the matrix; return the traceback of each, "" if it passed."""
-    gc.disable()  # which tensors are alive decides what a lazy step is
-    warnings.simplefilter("ignore", UserWarning)  # a SequentialLR warns of itself
+    """Run checks and cases of the matrix, and return the traceback of each, or "" if it passed."""
+    gc.disable()  # live tensors decide the contents of a lazy step
+    warnings.simplefilter("ignore", UserWarning)  # a SequentialLR warns of its own code
     errors = {}
     for name in names:
         try:

@@ -1,4 +1,4 @@
-"""A small model trained as one process of several, or as the only one."""
+"""A small model, trained as one process of several or as the only one."""
 
 import os
 from typing import Any
@@ -35,7 +35,7 @@ def on_gloo() -> dict[str, Any]:
 
 
 def trained(parallel: Parallel, *, accumulate: int, bad: tuple[int, ...]) -> dict[str, Any]:
-    """Train with an infinite loss in the last rank's bad steps; return what came of it."""
+    """Train with an infinite loss in the last rank's bad steps, and return the results."""
     torch.manual_seed(parallel.rank)  # all processes take the parameters of the first
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
     module = parallel.wrap(model)
@@ -82,8 +82,8 @@ def trained(parallel: Parallel, *, accumulate: int, bad: tuple[int, ...]) -> dic
 
 
 def on_torch_xla() -> None:
-    """Record the reduction on the one device that a CPU has, as if it were one of two."""
-    os.environ["XLA_ALWAYS_ALLREDUCE"] = "1"  # although there is one device only
+    """Record the reduction on the one device of a CPU, as if it were one of two."""
+    os.environ["XLA_ALWAYS_ALLREDUCE"] = "1"  # although there is only one device
     import torch_xla
 
     from support.cases.xla import counts

@@ -1,11 +1,11 @@
-"""JAX programs on the PJRT plug-in for the CPU; run in `jax-pjrt` and `.venv`.
+"""JAX programs on the PJRT plug-in for the CPU, in the environments `jax-pjrt` and `.venv`.
 
-`user` knows nothing of graphstash, like a user's script: a program for one device and one for four.
-The other cases install and uninstall the cache themselves, many times in one process.
+`user` does not use graphstash, like a user's script: a program for one device and one for four. The
+other cases install and uninstall the cache themselves, many times in one process.
 """
 
 # mypy: disallow-untyped-calls=False
-# JAX is typed in part.
+# JAX is partly typed.
 
 import ctypes
 import dataclasses
@@ -49,7 +49,7 @@ jax.monitoring.register_event_duration_secs_listener(_count)
 
 
 def _from_one_place() -> None:
-    """Leave out of programs from where they are called: these are called from many lines."""
+    """Omit the calling lines from programs, because these programs are called from many lines."""
     jax.config.update("jax_traceback_in_locations_limit", 1)
 
 
@@ -66,7 +66,7 @@ def _spread() -> list[Any]:
 
 
 def _slots() -> list[Any]:
-    """Return the pointers that are in the plug-in's table now."""
+    """Return the present pointers in the plug-in's table."""
     library = ctypes.CDLL(str(LIBRARY))
     library.GetPjrtApi.restype = ctypes.c_void_p
     functions = library.GetPjrtApi() + 40
@@ -82,7 +82,7 @@ def user() -> dict[str, Any]:
 
 
 class _Cache:
-    """The cache of this process for a while, with an empty local tier."""
+    """The cache of this process during a block, with an empty local tier."""
 
     def __init__(self, **settings: Any) -> None:
         self.settings = {"hooks": ("pjrt",), "summary": False} | settings
@@ -108,10 +108,10 @@ class _Cache:
 
 
 def faults(*, urls: dict[str, str]) -> dict[str, Any]:
-    """Run a program under every fault; the plug-in is loaded before the hook, each time.
+    """Run a program under every fault. Each time, the plug-in is loaded before the hook.
 
     Args:
-        urls: A server or a faulty proxy, by name; `sound` is the server.
+        urls: servers and faulty proxies by name; `sound` is the server.
     """
     _from_one_place()
     report: dict[str, Any] = {"untouched": _slots()}
@@ -132,7 +132,7 @@ def faults(*, urls: dict[str, str]) -> dict[str, Any]:
         return cache
 
     def noise(cache: _Cache) -> None:
-        # What is stored under the key of the program is sound, and no executable.
+        # The artifact under the key of the program is sound, but no executable.
         key = used.session.cache.used[0]
         metadata = ArtifactMetadata(compile_seconds=1, raw_size_bytes=64)
         cache.session.cache.stash.put(key, os.urandom(64), metadata)
@@ -170,7 +170,7 @@ def faults(*, urls: dict[str, str]) -> dict[str, Any]:
 
 
 def _in_threads(url: str) -> dict[str, Any]:
-    """Run six programs, each compiled in a thread of its own, while the others compile."""
+    """Compile six programs at once, each in a thread of its own."""
 
     def work(number: int) -> float:
         return float(jax.jit(lambda x: (jnp.cos(x) * number).sum())(INPUT))
@@ -204,7 +204,7 @@ def _uninstalled_meanwhile(url: str) -> dict[str, Any]:
 
 
 def _interrupted(url: str, number: int, moment: str, handler: Any) -> dict[str, Any]:
-    """Raise SIGINT right before or right after the compiler is at work."""
+    """Raise SIGINT right before or right after the compiler runs."""
     signal.signal(signal.SIGINT, handler)
     with _Cache(url=url, namespace=f"interrupt-{number}") as cache:
         interceptor = cache.interceptor()
@@ -231,7 +231,7 @@ def _interrupted(url: str, number: int, moment: str, handler: Any) -> dict[str, 
         except (KeyboardInterrupt, SystemExit) as error:
             raised = repr(error)
         in_main_thread = set(threads) == {threading.main_thread()}
-        if not in_main_thread:  # there the compilation goes on
+        if not in_main_thread:  # in another thread, the compilation continues
             until(lambda: cache.session.stats().published == 1)
         result = _small()
     return {
@@ -244,7 +244,7 @@ def _interrupted(url: str, number: int, moment: str, handler: Any) -> dict[str, 
 
 
 def fork() -> dict[str, Any]:
-    """Compile in two children before there is a client; the second has other flags of XLA."""
+    """Compile in two children before JAX has a client. The second child has other XLA flags."""
     _from_one_place()
     context = multiprocessing.get_context("fork")
     report: dict[str, Any] = {}

@@ -1,6 +1,6 @@
-"""What the cases of several processes share: the loop that runs them, and looks at all ranks.
+"""Shared code of cases in several processes: the loop that runs them, and checks of all ranks.
 
-Every process has joined a group of gloo when a case begins. A case that fails raises.
+Every process has joined a gloo group when a case begins. A case that fails raises.
 """
 
 import hashlib
@@ -21,10 +21,10 @@ __all__ = ["assert_same_bits", "error_of", "gathered", "serve"]
 
 
 def serve(*, address: str, store: str, rank: int, world: int) -> NoReturn:
-    """Run the cases that `support.warm_ranks.WarmRanks` asks for, one after another.
+    """Run the cases that `support.warm_ranks.WarmRanks` requests, in turn.
 
-    The process ends with `os._exit`: `destroy_process_group` may wait, with the interpreter lock
-    held, for a thread that wants the lock (torch 2.7).
+    The process ends with `os._exit`, because `destroy_process_group` may deadlock: it may hold the
+    interpreter lock while it waits for a thread that needs the lock (torch 2.7).
     """
     distributed.init_process_group(
         "gloo",
@@ -38,7 +38,7 @@ def serve(*, address: str, store: str, rank: int, world: int) -> NoReturn:
         pipe.send_bytes(json.dumps(rank).encode())
         while request := json.loads(pipe.recv_bytes()):
             pipe.send_bytes(json.dumps(_answer(**request)).encode())
-        distributed.monitored_barrier()  # the first rank keeps the store
+        distributed.monitored_barrier()  # the first rank hosts the store
     os._exit(0)
 
 

@@ -1,6 +1,6 @@
-"""Measure on machines of a Ray cluster: each is a node of its own on this host.
+"""Measure on the machines of a Ray cluster. Each machine is a node on this host.
 
-What is tuned is defined here: Ray sends it to the machines.
+The tuned target is defined here, and Ray sends it to the machines.
 """
 
 import json
@@ -33,7 +33,7 @@ KERNEL = Path(__file__).parents[1] / "tuned_kernel.py"
 
 
 class Numbers(Target):
-    """Costs what a configuration says, or does what it says."""
+    """A target whose configurations name their costs or faults."""
 
     def __init__(self, folder: Path, *, is_prepared: bool = True) -> None:
         self.folder, self.is_prepared = folder, is_prepared
@@ -73,7 +73,8 @@ class Kernel:
 
 
 def raylet_of(pid: int) -> int:
-    """Return the process of Ray's node, which starts actors; an actor starts the guard `pid`."""
+    """Return the process of Ray's node. The node starts actors, and an actor starts the guard
+    `pid`."""
     return parent_of(parent_of(pid))
 
 
@@ -125,7 +126,7 @@ class Machines:
         self.cluster.remove_node(self.machines.pop(number), allow_graceful=False)
 
     def after_a_death(self) -> dict[str, Any]:
-        """Return what a search measures when a machine dies, and how many machines it had."""
+        """Return the result of a trial whose machine dies, and the number of machines it used."""
         is_over = Event()
         method = Method(samples=1, timeout_seconds=60)
         with RayPool(Numbers(self.folder), workers=2, method=method, **ON_MACHINES) as pool:
@@ -138,7 +139,7 @@ class Machines:
         return {"measured": found, "machines": len(set(lines))}
 
     def searched_by_the_command(self) -> Any:
-        """Return what `graphstash tune search` says of a script that no machine can import."""
+        """Return the output of `graphstash tune search` on a script that no machine can import."""
         command = [sys.executable, "-m", "graphstash", "tune", "search", f"{KERNEL}:task", "--json"]
         done = subprocess.run(
             [*command, "--trials", "8", "--workers", "2", "--ray", "--ray-gpus", "1"],
@@ -177,7 +178,7 @@ def searched(folder: Path) -> dict[str, Any]:
 
 
 def measured(*, folder: str) -> dict[str, Any]:
-    """Return what a cluster measured, whose machines die one after the other."""
+    """Return the measurements of a cluster whose machines die in turn."""
     place = Path(folder)
     make: Callable[..., RayPool] = partial(RayPool, workers=2, method=METHOD, **ON_MACHINES)
     report: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Sums by blocks over several ranks, beside torch's own."""
+"""Sums by blocks over several ranks, compared with torch's own."""
 
 import math
 import os
@@ -25,7 +25,7 @@ from support.cases.sums import ROWS, Hook, assert_sum, drawn, expected, nonzero_
 
 
 class Counted:
-    """How many bytes torch's all-reduce gets meanwhile; of what is gathered, N/2 times as many."""
+    """Count the bytes of torch's all-reduce during a block. Gathered bytes count N/2 times."""
 
     def __enter__(self) -> Self:
         self.bytes = 0
@@ -54,7 +54,7 @@ def aligned(nbytes: int) -> int:
 
 
 def bytes_of(values: Tensor, block: int, ranks: list[list[int]]) -> int:
-    """Return the bytes that a sum by blocks should send, at most one slot of them."""
+    """Return the bytes that a sum by blocks should send, with at most one slot of blocks."""
     union = {number for each in ranks for number in each}
     most = max(map(len, ranks))
     bitmap = math.ceil(math.ceil(len(values) / block) / 8)
@@ -102,7 +102,7 @@ def power_sgd(group: Any) -> tuple[Any, Any]:
         group,
         matrix_approximation_rank=2,
         start_powerSGD_iter=2,
-        orthogonalization_epsilon=1e-8,  # or it divides zeros by zero
+        orthogonalization_epsilon=1e-8,  # avoids a division of zeros by zero
     )
     return state, powerSGD_hook.powerSGD_hook
 
@@ -159,7 +159,8 @@ HOOKS: dict[str, tuple[Hook, float, dict[str, Any], Callable[[dict[str, Any]], N
         require_some_whole,
     ),
 }
-"""A hook, how near it is to a dense all-reduce, how to train, and what its statistics must say."""
+"""A hook, its tolerance to a dense all-reduce, the training arguments, and a check of
+statistics."""
 
 
 def trains_the_same(*, name: str) -> None:
@@ -171,11 +172,11 @@ def trains_the_same(*, name: str) -> None:
     if require is not None:
         require(state.statistics())
     if name == "PowerSGD for the dense":
-        assert float((values - plain).abs().max()) > 1e-6  # which is lossy
+        assert float((values - plain).abs().max()) > 1e-6  # the hook is lossy
 
 
 def disagreements() -> dict[str, str]:
-    """Return this rank's message for each way in which the ranks disagree."""
+    """Return this rank's message for each disagreement of the ranks."""
     rank = distributed.get_rank()
     first, model, same = rank == 0, nn.Linear(2, 2), BlockSparseAllReduce()
     for each in (torch.ones(10), torch.ones(12), torch.ones(10, dtype=torch.int32)):
@@ -208,7 +209,7 @@ def misuses() -> dict[str, str]:
             each.register_comm_hook(shared, sparse_hook)
         both = one(torch.ones(4, 64)).sum() + two(torch.ones(4, 64)).sum()
         messages["two models"] = error_of(both.backward)
-        distributed.barrier()  # after what has begun
+        distributed.barrier()  # after the started collectives
     real = DistributedDataParallel(nn.Linear(4, 1))
     real.register_comm_hook(SparseState(wire_dtype=torch.complex64), sparse_hook)
     messages["in backward"] = error_of(real(torch.ones(2, 4)).sum().backward)
@@ -222,7 +223,7 @@ def misuses() -> dict[str, str]:
     state = SparseState()
     backend: Any = state._group
     options = backend._get_backend(torch.device("cpu")).options
-    assert options._timeout.total_seconds() == 100  # as the default group's
+    assert options._timeout.total_seconds() == 100  # as in the default group
     state.close()
     messages["closed"] = error_of(
         lambda: state._later((0, 1), torch.ones(1), lambda: torch.ones(1))
@@ -243,7 +244,8 @@ def train_with(model: nn.Module, state: SparseState) -> None:
 
 
 def held_back() -> None:
-    """What thresholding holds back is in checkpoints: the mean of all ranks."""
+    """Require that checkpoints contain the blocks that thresholding holds back, as a mean of all
+    ranks."""
     modules: list[nn.Module] = []
     made: list[Thresholding] = []
 
@@ -268,10 +270,10 @@ def held_back() -> None:
 
 
 def looped(directory: Path, steps: int, *, thresholding: bool) -> tuple[Tensor, list[Any], float]:
-    """Train by `train` with a hook; return parameters, what callbacks see, and what waits.
+    """Train by `train` with a hook; return parameters, callback reports, and held-back gradients.
 
-    The model has one parameter. DDP puts several into another order after the first step of each
-    process, and gloo adds up in an order that depends on the place: a resumed job would differ.
+    The model has one parameter. DDP reorders several parameters after each process's first step,
+    and gloo's order of addition depends on their places, so a resumed job would differ.
     """
     torch.manual_seed(0)
     model = nn.EmbeddingBag(ROWS, 16)
@@ -300,7 +302,7 @@ def looped(directory: Path, steps: int, *, thresholding: bool) -> tuple[Tensor, 
 
 
 def resumed(*, directory: str) -> None:
-    """`train` goes on with the hook from a checkpoint, and tells callbacks what is sent."""
+    """`train` resumes with the hook from a checkpoint, and reports sent bytes to callbacks."""
     at = Path(directory)
     whole, seen, waits = looped(at / "whole", 12, thresholding=False)
     parts = [looped(at / "parts", steps, thresholding=False)[0] for steps in (8, 12)]
@@ -316,7 +318,7 @@ def resumed(*, directory: str) -> None:
 
 
 def killed() -> str:
-    """Kill the last rank in the middle of a sum; return the message on this rank."""
+    """Kill the last rank in the middle of a sum, and return the message on this rank."""
 
     class Deadly(BlockSparseAllReduce):
         calls = 0

@@ -1,4 +1,4 @@
-"""Sharded models (FSDP2) beside whole ones that get the same gradients."""
+"""Sharded models (FSDP2), compared with whole models that get the same gradients."""
 
 import math
 from collections.abc import Callable
@@ -37,7 +37,8 @@ CLIPS: dict[str, Callable[[Any], object]] = {
 
 
 def new_model(seed: int = 0, *, sharded: bool) -> nn.Sequential:
-    """Sizes that two processes cannot share equally; one bias lies in one process alone."""
+    """Return a model that two processes cannot share equally. One process alone has one of the
+    biases."""
     torch.manual_seed(seed)
     layers = nn.Sequential(nn.Linear(8, 17), nn.Tanh(), nn.Linear(17, 1))
     if sharded:
@@ -53,7 +54,7 @@ def loss_of(layers: nn.Module, batch: Tensor = INPUTS) -> Tensor:
 
 
 def updates_as_whole(*, name: str, scaled: bool, clip: str) -> None:
-    """Shards are updated as whole parameters; inf in one shard makes all leave the step out."""
+    """Require that shards are updated like whole parameters, and that all skip inf in one shard."""
     both = [new_model(sharded=sharded) for sharded in (True, False)]
     optimizers = [OPTIMIZERS[name](each.parameters()) for each in both]
     scales = [training.LossScale(8.0, growth_interval=2, enabled=scaled) for _ in both]
@@ -98,7 +99,8 @@ def trained(directory: Path, steps: int, *, optimizer: Any, seed: int = 0) -> tu
 
 
 def resumes(*, directory: str, ours: bool) -> None:
-    """A run that was stopped goes on to the same bits; its checkpoint fits a whole model."""
+    """Require that a resumed run ends at the same bits, and that a whole model loads its
+    checkpoint."""
     optimizer: Any = training.AdamW if ours else torch.optim.AdamW
     at = Path(directory)
     losses, values = trained(at / "whole", 6, optimizer=optimizer)
@@ -115,7 +117,7 @@ def resumes(*, directory: str, ours: bool) -> None:
 
 
 def loads_other_shards() -> None:
-    """State of other shards, on other processes or of whole tensors trains on to the same bits."""
+    """Require that state of other shards, processes or whole tensors trains on to the same bits."""
     world = distributed.get_world_size()
     meshes = [DeviceMesh("cpu", order) for order in (range(world), range(world)[::-1])]
     whole = torch.randn(4, 4, generator=torch.Generator().manual_seed(3))
@@ -148,7 +150,7 @@ def loads_other_shards() -> None:
 
 
 def refusals(*, directory: str, names: list[str]) -> dict[str, str]:
-    """Return what is said where shards cannot be used, by who says it."""
+    """Return the messages of the objects that refuse shards, by object."""
 
     def parameters(*, matrices: bool) -> list[nn.Parameter]:
         found = new_model(sharded=True).parameters()

@@ -1,4 +1,4 @@
-"""Tensors that are not contiguous, summed by blocks and whole, with the memory around them."""
+"""Noncontiguous tensors, summed by blocks and whole, with the memory around them."""
 
 import itertools
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def call(reduce: Any, way: str, flat: Tensor, scale: float) -> None:
 
 
 def require_exact(reduce: Any, layout: str, way: str, *, is_sparse: bool) -> None:
-    """All of the memory is what it should be: the sum in the tensor, nothing new beside it."""
+    """Require the sum in the tensor, and no change in the memory beside it."""
     scale = 1.0 if way == "whole" else 0.5
     memory = memory_of(distributed.get_rank(), is_sparse=is_sparse)
     expected = memory.clone()
@@ -53,16 +53,18 @@ def require_exact(reduce: Any, layout: str, way: str, *, is_sparse: bool) -> Non
 
 
 def imaginary_part() -> Tensor:
-    """On one rank a plain view, on the other a view of conj(), whose memory has other signs."""
+    """Return a plain view on one rank, and on the other a view of conj(), whose memory is
+    negated."""
     values = torch.view_as_complex(torch.arange(1.0, 9.0).view(4, 2))
     return (values.conj() if distributed.get_rank() else values).imag
 
 
 def require_one_zero(reduce: Any, way: str) -> None:
-    """Blocks of zeros get the same sign on both ranks, and all other elements their sums."""
+    """Require that blocks of zeros have one sign on both ranks, and all other elements their
+    sums."""
     flat = torch.zeros(40)
     if distributed.get_rank():
-        flat.neg_()  # one rank has -0.0 where the other has 0.0
+        flat.neg_()  # one rank has -0.0, and the other 0.0
     flat[8:16] = -0.0
     flat[8] = 1.0  # a block that both send
     flat[20] = float(distributed.get_rank())
@@ -75,7 +77,7 @@ def require_one_zero(reduce: Any, way: str) -> None:
 
 
 def refused_types() -> dict[str, list[str]]:
-    """Return what is raised for 8-bit floats, in a tensor and on the wire, by kind of sum."""
+    """Return the errors for 8-bit floats, in a tensor and on the wire, by kind of sum."""
     results = {}
     with AggregatedAllReduce(block_size=4) as aggregated:
         for kind, reduce in (
@@ -95,7 +97,7 @@ def refused_types() -> dict[str, list[str]]:
 
 
 def layouts() -> dict[str, dict[str, str]]:
-    """Return what is said of tensors that have no sum of their own, by kind of sum and name."""
+    """Return the messages for tensors that cannot be summed in place, by kind of sum and name."""
     results = {}
     with AggregatedAllReduce(block_size=4) as aggregated:
         for kind, reduce in (

@@ -1,4 +1,4 @@
-"""Tensors of all types, sizes and densities to add up over ranks; and a model for DDP."""
+"""Tensors of all types, sizes and densities to add up over ranks, and a model for DDP."""
 
 import math
 import random
@@ -27,7 +27,7 @@ Hook = Callable[[DistributedDataParallel], tuple[Any, Any]]
 
 
 def drawn(seed: int, count: int, sizes: Sequence[int]) -> Iterator[tuple[str, Tensor, int]]:
-    """Yield names, tensors of this rank, and sizes of blocks; alike on all ranks but for values."""
+    """Yield names, tensors of this rank, and block sizes. Ranks differ only in values."""
     same, rank = random.Random(seed), distributed.get_rank()
     for number in range(count):
         dtype, block = DTYPES[number % len(DTYPES)], same.choice(sizes)
@@ -44,13 +44,13 @@ def drawn(seed: int, count: int, sizes: Sequence[int]) -> Iterator[tuple[str, Te
 
 
 def nonzero_blocks(values: Tensor, block: int) -> list[list[int]]:
-    """Return the numbers of the blocks that are not zero, by rank."""
+    """Return the numbers of the nonzero blocks, by rank."""
     parts = values.split(block) if len(values) else ()
     return gathered([number for number, part in enumerate(parts) if bool((part != 0).any())])
 
 
 def assert_sum(name: str, found: Tensor, dense: Tensor) -> None:
-    """Require the sum that torch makes, within the rounding of its type."""
+    """Require torch's sum, within the rounding of its type."""
     limit = TOLERANCE.get(found.dtype, 0)
     torch.testing.assert_close(
         found.double(), dense.double(), rtol=limit, atol=limit, equal_nan=True, msg=name
@@ -58,7 +58,7 @@ def assert_sum(name: str, found: Tensor, dense: Tensor) -> None:
 
 
 class Model(nn.Module):
-    """An embedding, most of whose gradient is zero, and layers that are not used in every step."""
+    """An embedding with a mostly zero gradient, and layers that only some steps use."""
 
     def __init__(self, *, sparse: bool = False) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def trained(
 
     Args:
         hook: None for a dense all-reduce.
-        uneven: each rank makes other numbers of steps, inside of `join`.
+        uneven: each rank makes another number of steps, inside `join`.
         more: arguments of DistributedDataParallel.
     """
     torch.manual_seed(0)

@@ -1,7 +1,7 @@
-"""Ask the team's memory for the schedule of a made-up kernel.
+"""Ask the team's memory for the schedule of an invented kernel.
 
-The best tile grows with the shape, so a neighbour's best tile is a good place to begin. Each
-measurement leaves a line in a file, for tests that wait for it.
+The best tile grows with the shape, so a neighbour's best tile is a good start. Each measurement
+appends a line to a file, for tests that wait for it.
 """
 
 import importlib
@@ -29,16 +29,16 @@ SPACE = ParameterSpace({f"block_{axis}": [2**each for each in range(11)] for axi
 
 @dataclass
 class Kernel:
-    """What a job measures, and how it searches.
+    """The measurements and the search of a job.
 
     Attributes:
-        measured: the file that gets a line for each measurement.
+        measured: file that gets a line for each measurement.
         size: length of each axis.
-        noise: of a measurement, as a share.
-        hang_after: measurements, after which the job hangs.
-        until: a file; when it is there, the job goes on.
+        noise: relative noise of a measurement.
+        hang_after: number of measurements before the job hangs.
+        until: a file; the job continues when it exists.
         count: measurements so far.
-        report: what the last search knew when it began.
+        report: numbers of known configurations and hints at the start of the last search.
     """
 
     measured: Path
@@ -93,14 +93,14 @@ def tuned(
     reject: int = 0,
     ranks: Sequence[Any] = (),
 ) -> dict[str, Any]:
-    """Return the schedule, and what the last search knew and the job measured.
+    """Return the schedule, the known configurations of the last search, and the measurements.
 
     Args:
         measured, size, noise, hang_after, until: attributes of `Kernel`.
         device: the device type.
-        seed: of the noise.
+        seed: seed of the noise.
         batch: measurements in one artifact.
-        reject: how many schedules the job rejects, one after the other.
+        reject: number of schedules that the job rejects in turn.
         ranks: this rank, the number of ranks, and the file of their store.
     """
     if ranks:

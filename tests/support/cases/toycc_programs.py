@@ -1,4 +1,4 @@
-"""Programs of a compiler whose hook is in a package of its own: see docs/hooks.md."""
+"""Programs of a compiler whose hook is in a package of its own; see docs/hooks.md."""
 
 import ctypes
 import subprocess

@@ -1,7 +1,8 @@
-"""Traced steps on torch_xla in many scenarios, each beside the same training step by step.
+"""Traced steps on torch_xla in many scenarios, each compared with the same lazy training.
 
-One process for many of them: importing torch_xla takes longer than they do. A difference is the
-largest one of all losses, parameters, buffers and gradients, relative to their size.
+Many scenarios share one process, because importing torch_xla takes longer than they do. A
+difference is the largest one of all losses, parameters, buffers and gradients, relative to their
+size.
 """
 
 import gc
@@ -29,13 +30,13 @@ __all__ = ["CHECKS", "checks", "share"]
 
 DEVICE = torch_xla.device()
 STEPS = 25
-ROUNDING = 2e-5  # float32; two graphs of one function are not rounded alike
+ROUNDING = 2e-5  # float32; two graphs of one function may round differently
 NAMES = ("CompileTime", "ExecuteTime", "TransferFromDeviceTime")
 ONE_EXECUTION = [0, 1, 0]
 
 
 class Messages(logging.Handler):
-    """Keeps what graphstash has warned of."""
+    """Records graphstash's warnings."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +59,7 @@ Function = Callable[..., Tensor]
 
 
 class Training:
-    """A model and everything that a scenario may want to do with it, traced or step by step."""
+    """A model with everything that scenarios need, traced or lazy."""
 
     def __init__(
         self,
@@ -115,7 +116,7 @@ class Training:
         for number in numbers:
             batch = [each.to(DEVICE) for each in data(number, size(number))]
             before = counts(*NAMES)
-            loss = float(self.step(*batch).item())  # the device is idle again; one read
+            loss = float(self.step(*batch).item())  # one read; the device is idle again
             change = [b - a for a, b in zip(before, counts(*NAMES), strict=True)]
             self.counts.append([*change[:2], change[2] - 1])
             self.losses.append(loss)
@@ -156,13 +157,13 @@ def require(
     warnings: int = 0,
     **options: Any,
 ) -> Training:
-    """Run a scenario step by step and traced, to the same end; return the traced one.
+    """Run a scenario lazily and traced, require equal results, and return the traced training.
 
     Args:
         limit: the largest difference.
-        calls: of the function, where the number is known.
-        one_execution_from: the step from which each step is one execution.
-        warnings: how many are given.
+        calls: calls of the function, if the number is fixed.
+        one_execution_from: first step from which each step is one execution.
+        warnings: number of warnings.
     """
     trainings = {}
     for traced in (False, True):
@@ -183,7 +184,7 @@ def require(
 
 
 def refuse(words: Sequence[str], scenario: Scenario = steady, **options: Any) -> None:
-    """What cannot be frozen is refused with the reason, and trained as it is."""
+    """Require that the step is refused with a reason that contains the words, and trains lazily."""
     made = require(scenario, calls=STEPS, warnings=1, **options)
     assert made.step.mode == "lazy"
     assert all(word in made.step.reason for word in words), made.step.reason
@@ -191,13 +192,13 @@ def refuse(words: Sequence[str], scenario: Scenario = steady, **options: Any) ->
 
 
 def compiled_once() -> None:
-    """Gradients that are cleared in the step are no outputs of either graph: equal bits."""
+    """Require equal bits if the step clears its gradients, which are then no output of a graph."""
     made = require(function=clearing, limit=0)
     assert sum(compiles for compiles, _, _ in made.counts[1:]) == 1
 
 
 def many_shapes() -> None:
-    """One shape more than there may be; those that came first keep their graphs."""
+    """Use one shape more than the limit. The first shapes keep their graphs."""
     bounds: Any = xla
     structures = bounds.STRUCTURES
     modes: list[Any] = []
@@ -223,13 +224,13 @@ def many_shapes() -> None:
 
 
 def scheduled(training: Training) -> Training:
-    """The learning rate changes with every step."""
+    """Change the learning rate with every step."""
     schedule = torch.optim.lr_scheduler.ExponentialLR(training.optimizer, 0.9)
     return training.train(range(STEPS), after=lambda *_: schedule.step())
 
 
 def rare_schedule() -> None:
-    """An optimizer with numbers on the host is recorded again when one changes, here twice."""
+    """Change an optimizer's number on the host twice. Each change records the step again."""
 
     def scenario(training: Training) -> Training:
         schedule = torch.optim.lr_scheduler.StepLR(training.optimizer, 10, 0.1)
@@ -243,18 +244,18 @@ def rare_schedule() -> None:
 
 
 def branching(training: Training, x: Tensor, y: Tensor) -> Tensor:
-    """Python decides what is computed."""
+    """Let Python choose the computation."""
     loss = training.plain(x, y)
     return loss * 2 if training.calls % 2 else loss
 
 
 def with_step_number(training: Training, x: Tensor, y: Tensor) -> Tensor:
-    """A Python number of its own in every step."""
+    """Use another Python number in every step."""
     return training.plain(x, y * (1 + 0.5**training.calls))
 
 
 def with_outside_state(training: Training, x: Tensor, y: Tensor) -> Tensor:
-    """Changes a tensor that is neither a parameter nor a buffer."""
+    """Change a tensor that is neither a parameter nor a buffer."""
     loss = training.plain(x, y)
     if training.total is None:
         training.total = torch.zeros((), device=DEVICE)
@@ -295,13 +296,13 @@ def clipping(training: Training, x: Tensor, y: Tensor) -> Tensor:
 
 
 def accumulating(training: Training, x: Tensor, y: Tensor) -> Tensor:
-    """Gradients add up until the loop clears them."""
+    """Add up gradients until the loop clears them."""
     loss = functional.mse_loss(training.model(x), y)
     loss.backward()
     return loss
 
 
-# What happens between steps.
+# Events between steps.
 
 
 def cleared_outside(training: Training) -> Training:
@@ -318,7 +319,7 @@ def to_host(tree: Any) -> Any:
 
 
 def interrupted(training: Training) -> Training:
-    """Evaluation, changes in place and of a view, state dictionaries, unread results, clones."""
+    """Evaluate, change tensors in place and through a view, save, ignore results, and clone."""
     last: Any = training.model[4]
     weight, kept = last.weight, {}
 
@@ -338,7 +339,7 @@ def interrupted(training: Training) -> Training:
         if number == 18:
             training.model.load_state_dict(kept["model"])
             training.optimizer.load_state_dict(kept["optimizer"])
-        if number == 21:  # computed later, from the weight as it is now
+        if number == 21:  # computed later, from the weight's present value
             kept["norm"], kept["clone"] = weight.norm(), weight.detach().clone()
             kept["flat"] = weight.detach().view(-1)
         if number == 22:
@@ -348,7 +349,7 @@ def interrupted(training: Training) -> Training:
 
 
 def drawing(training: Training) -> Training:
-    """Random numbers go on where others were drawn on the device between steps."""
+    """Draw random numbers on the device between steps. The steps' random numbers continue."""
 
     def after(training: Training, number: int) -> None:
         if number in (1, 9):
@@ -358,7 +359,7 @@ def drawing(training: Training) -> Training:
 
 
 def kept_state_dictionaries() -> None:
-    """They go on showing the parameters, as on plain torch."""
+    """Require that state dictionaries continue to show the parameters, as on plain torch."""
     for optimizer in ("sgd", "own"):
         training = Training(traced=True, optimizer=optimizer)
         before = training.model.state_dict()
@@ -371,9 +372,9 @@ def kept_state_dictionaries() -> None:
 
 
 def donation() -> None:
-    """State is overwritten in place if it is donated, and only then."""
+    """Require that state is overwritten in place if it is donated, and only then."""
     for donate in (True, False):
-        # A width of its own: this graph must be compiled here.
+        # A unique width, so that this graph must be compiled here.
         training = Training(traced=True, optimizer="capturable", donate=donate, width=24)
         training.train(range(2))
         samples = xla_metrics.metric_data("InputOutputAliasCount")[2]
@@ -384,7 +385,7 @@ def donation() -> None:
 
 
 def dropout_repeats() -> None:
-    """Each step has random numbers of its own, and a random state gives them again."""
+    """Require different random numbers in each step, which a restored random state repeats."""
     x, _ = (each.to(DEVICE) for each in data(0))
     noise = torch.zeros(4, device=DEVICE)
     torch_xla.sync()
@@ -403,7 +404,8 @@ def dropout_repeats() -> None:
 
 
 def structures() -> None:
-    """Results keep their form; so do constants, the batch and the state in them."""
+    """Require that results keep their structure, with constants, the batch and the state in
+    them."""
     state = torch.ones(4, device=DEVICE)
     constant = torch.full((2,), 3.0, device=DEVICE)
     torch_xla.sync()
@@ -434,7 +436,7 @@ def structures() -> None:
 
 
 def one_program() -> None:
-    """A step's gradients and its updates are one program, and fuse() says so."""
+    """Require that gradients and updates of a step are one program, and that fuse() reports it."""
     found = []
 
     def dumped(training: Training, *batch: Tensor) -> Tensor:
@@ -464,11 +466,11 @@ def require_one_computation(hlo: str) -> None:
     (update,) = [name for name, kind, rest in lines if kind == "call" and "%adam" in rest]
     seen: set[str] = set()
     todo = [update]
-    while todo:  # everything that the update is computed of
+    while todo:  # everything from which the update is computed
         new = set(operands.get(todo.pop(), ())) - seen
         seen |= new
         todo += new
-    # Of two layers: two forward, the gradients of both weights and of what is between them.
+    # For two layers: two forward products, the gradients of both weights and of the layer between.
     assert [kinds.get(each) for each in seen].count("dot") == 5
     (root,) = re.findall(r"^ *ROOT .*? tuple\((.*)$", entry, re.MULTILINE)
     elements = [name for name in kinds if kinds[name] == "get-tuple-element"]
@@ -491,7 +493,7 @@ def batches_that_cannot_be_followed() -> None:
 
 
 def retracing() -> None:
-    """A Python value is taken as it was until the step is traced again."""
+    """Require that a Python value stays constant until the step is traced again."""
     state = torch.zeros((), device=DEVICE)
     amount = 1.0
     step = traced_step(lambda: state.add_(amount).clone(), [state])
@@ -504,7 +506,8 @@ def retracing() -> None:
 
 
 def failing() -> None:
-    """An error of the function is raised while it is recorded, and training goes on."""
+    """Require that an error of the function is raised during recording, and that training
+    continues."""
     training = Training(traced=True)
     function = training.step._function
 
@@ -581,7 +584,7 @@ CHECKS: dict[str, Callable[[], object]] = {
 
 
 def checks(*, names: list[str]) -> dict[str, str]:
-    """Run checks; return the traceback of each, "" if it passed."""
+    """Run checks, and return the traceback of each, or "" if it passed."""
     gc.disable()
     errors = {}
     for name in names:
@@ -596,7 +599,7 @@ def checks(*, names: list[str]) -> dict[str, str]:
 
 
 def share() -> dict[str, Any]:
-    """Train, for what a cache makes of it."""
+    """Train in a job whose artifacts another host may load."""
     gc.disable()
     training = Training(traced=True).train(range(10))
     assert training.step.mode == "traced"

@@ -1,4 +1,4 @@
-"""A job that asks for one artifact under a label, and compiles it on a miss; its spans are kept."""
+"""A job that looks up one artifact with a label, compiles it on a miss, and records its spans."""
 
 import os
 import sys
@@ -12,15 +12,16 @@ from graphstash_schema import ArtifactKey
 __all__ = ["LARGE", "ask"]
 
 LARGE = 200_000
-"""Bytes of the artifact: more than a server keeps in memory."""
+"""Bytes of the artifact, more than a server keeps in memory."""
 
 
 def ask(*, mode: str) -> dict[str, Any]:
-    """Ask for the artifact.
+    """Look up the artifact.
 
     Args:
-        mode: `alone` has no provider of its own; `within` asks in a span of the program's provider;
-            `late` sets that provider after a compiler was imported; `broken` has one that raises.
+        mode: `alone` has no provider of its own; `within` looks up in a span of the program's
+            provider; `late` sets that provider after the import of a compiler; `broken` has a
+            provider that raises.
 
     Returns:
         The fallbacks, the parent of each span by name, and the imported modules of OpenTelemetry.

@@ -1,6 +1,6 @@
-"""Calls the callbacks of trackers as `train` does; returns what the trackers have written, offline.
+"""Call the callbacks of trackers as `train` does, and return the curves that they wrote, offline.
 
-By name of a curve: its points (step, value).
+Each curve, by name, is a list of points (step, value).
 """
 
 import json
@@ -63,11 +63,11 @@ def wandb(*, folder: str) -> Curves:
     wandb = import_module("wandb")
     records = import_module("wandb.proto.wandb_internal_pb2")
     run = wandb.init(project="test", mode="offline", dir=folder)
-    run.log({"loss": 1.0}, step=7)  # the run's own axis goes its own way
+    run.log({"loss": 1.0}, step=7)  # the run's own step is independent
     play(training.WandbCallback(run))
     run.log({"loss": 0.5}, step=30)
     run.finish()
-    wandb.teardown()  # what runs beside it has written everything then
+    wandb.teardown()  # ends the writer process after its last write
     (written,) = Path(folder).rglob("run-*.wandb")
     curves: Curves = {}
     for data in records_in(written.read_bytes()):

@@ -1,6 +1,6 @@
-"""Compile Triton kernels for a GPU that this host does not have.
+"""Compile Triton kernels for an absent GPU.
 
-`support.compiler_jobs.TritonJobs` puts a script before ptxas that counts what ptxas compiles.
+`support.compiler_jobs.TritonJobs` puts a script before ptxas that counts its compilations.
 """
 
 import hashlib
@@ -47,13 +47,15 @@ class OwnManager(cache.FileCacheManager):  # type: ignore[misc] # Triton ships n
 
 
 def assembled() -> int:
-    """Return how often ptxas has compiled something on this host."""
+    """Return the number of compilations of ptxas on this host."""
     runs = Path(os.environ["ASSEMBLER_LOG"])
     return len(runs.read_text().splitlines()) if runs.exists() else 0
 
 
 def _source(number: int, *, shift: bool = False, kind: Any = ASTSource) -> Any:
-    # Hosts in one folder load the same file: its name is in the cubin, but not in Triton's key.
+    # Hosts in one folder load the same file, because the cubin contains its name and Triton's key
+    # does
+    # not.
     folder = Path(os.environ["TRITON_CACHE_DIR"]).parents[1]
     path = folder / ("shifted.py" if shift else "kernels.py")
     if not path.exists():
@@ -80,7 +82,7 @@ def _compiled(number: int, *, shift: bool = False) -> dict[str, Any]:
 
 
 def _seams() -> dict[str, Any]:
-    """Return what Triton uses now."""
+    """Return the functions and classes that Triton uses now."""
     names = (triton.compile, triton.compiler.compile, triton.compiler.compiler.compile)
     return {
         "manager": type(cache.get_cache_manager("cd" * 32)).__name__,
@@ -92,8 +94,8 @@ def kernels(*, count: int = 1, shift: bool = False) -> dict[str, Any]:
     """Compile kernels that differ in a constant.
 
     Args:
-        count: Number of kernels. Default: 1.
-        shift: Whether the source begins one line later. Default: no.
+        count: number of kernels. Default: 1.
+        shift: whether the source begins one line later. Default: no.
     """
     return {
         "version": triton.__version__,
@@ -117,10 +119,10 @@ def with_a_fault_of_the_cache(*, count: int) -> dict[str, Any]:
 
 
 def failing(*, go: str) -> dict[str, Any]:
-    """Fail to compile a kernel, and compile another one when the file `go` exists."""
+    """Fail to compile a kernel, and compile another when the file `go` exists."""
 
     class Failing(ASTSource):  # type: ignore[misc] # Triton ships no types
-        """Fails where errors in a kernel's source show."""
+        """A source that fails at the step that reports errors in a kernel's source."""
 
         def make_ir(self, *_: object) -> NoReturn:
             url = f"{os.environ['GRAPHSTASH_URL']}/v1/stats"
@@ -131,7 +133,7 @@ def failing(*, go: str) -> dict[str, Any]:
     try:
         triton.compile(_source(99, kind=Failing), target=TARGET)
     except ValueError as error:
-        kept = error  # with all its frames, as test runners do
+        kept = error  # with all its frames, as test runners keep it
     Path(f"{go}.failed").touch()
     while not Path(go).exists():
         time.sleep(0.02)
@@ -139,7 +141,7 @@ def failing(*, go: str) -> dict[str, Any]:
 
 
 def uninstalled() -> dict[str, Any]:
-    """Compile a kernel, take graphstash out and compile another one."""
+    """Compile a kernel, uninstall graphstash, and compile another."""
     import graphstash
 
     before = kernels()
@@ -153,9 +155,9 @@ class _CalledError(Exception):
 
 
 def manager_calls() -> dict[str, Any]:
-    """Call the cache manager by hand, from within `triton.compile`.
+    """Call the cache manager directly, inside `triton.compile`.
 
-    Outside of it the hook does not know what Triton compiles, and shares nothing.
+    Outside it, the hook cannot tell which kernel Triton compiles, and shares nothing.
     """
     compiler = triton.compiler.compiler
 
@@ -175,7 +177,7 @@ def manager_calls() -> dict[str, Any]:
 
 
 def _found_and_alone() -> tuple[dict[str, Any], dict[str, bool]]:
-    """Return what a manager finds, and whether it keeps files that are no kernel here."""
+    """Return the files that a manager finds, and whether it keeps files that are no kernel here."""
     description: dict[str, Any] = {
         "name": "k",
         "target": {"backend": "cuda", "arch": 90, "warp_size": 32},

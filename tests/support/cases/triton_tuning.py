@@ -1,7 +1,7 @@
-"""Call a tuned Triton kernel, on a host whose GPU is not there.
+"""Call a tuned Triton kernel on a host without a GPU.
 
-ptxas compiles for real. A call ends before the launch (`warmup`), so the benchmark compiles and
-then takes a made-up time. `support.compiler_jobs.TritonJobs` counts the runs of ptxas.
+ptxas really compiles. A call ends before the launch (`warmup`), so the benchmark compiles and then
+uses an invented time. `support.compiler_jobs.TritonJobs` counts the runs of ptxas.
 """
 
 from typing import Any
@@ -25,12 +25,12 @@ def scaled(x, y, n, scale, BLOCK: tl.constexpr) -> None:  # type: ignore[no-unty
 
 
 def tuned(*, works: bool = True, broken: str = "", scale: float = 2.0) -> dict[str, Any]:
-    """Call the kernel twice; return what was measured, compiled and chosen.
+    """Call the kernel twice; return the measured, compiled and chosen configurations.
 
     Args:
-        works: whether the GPU runs anything.
-        broken: "team" or "device", which the target cannot ask.
-        scale: argument of the kernel that is part of `key`, and no size.
+        works: whether the GPU runs kernels.
+        broken: "team" or "device", whose calls raise.
+        scale: argument of the kernel that is part of `key`, and is not a size.
     """
     driver.set_active(Driver())
     measured = []

@@ -19,7 +19,7 @@ class DoesNothing(TvmGemm):
 
 
 class MissesOneProduct(TvmGemm):
-    """The last of the k products of one number of the result."""
+    """A target whose kernel omits the last of the k products of one element."""
 
     def build(self, configuration: Any) -> Any:
         kernel = super().build(configuration)
@@ -34,7 +34,7 @@ class MissesOneProduct(TvmGemm):
 
 
 def split(length: int, count: int, chosen: random.Random) -> list[int]:
-    """Return a length as a product, each factor of two in a place of its own choice."""
+    """Return a length as a product. Each factor of two is at a random place."""
     factors = [1] * count
     for _ in range(int(math.log2(length))):
         factors[chosen.randrange(count)] *= 2
@@ -42,12 +42,12 @@ def split(length: int, count: int, chosen: random.Random) -> list[int]:
 
 
 def measured(*, sizes: list[int], drawn: int) -> dict[str, Any]:
-    """Return the measurements of each target, and how TVM's own is described.
+    """Return the measurements of each target, and the description of TVM's own.
 
     Args:
         sizes: m, k and n.
-        drawn: how many tilings are drawn at random, beside an untiled one, a flat one, and one
-            whose factors are too small.
+        drawn: number of random tilings, besides an untiled one, a flat one, and one whose factors
+            are too small.
     """
     m, k, n = sizes
     chosen = random.Random(0)

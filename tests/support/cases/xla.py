@@ -1,4 +1,4 @@
-"""What torch_xla has done so far, by its own metrics."""
+"""Counts of torch_xla's own metrics."""
 
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as xla_metrics
@@ -7,8 +7,8 @@ __all__ = ["counts"]
 
 
 def counts(*names: str) -> list[int]:
-    """Return how often each event was counted, when the device is idle."""
-    xm.wait_device_ops()  # an execution is counted when it is over
+    """Return the count of each event once the device is idle."""
+    xm.wait_device_ops()  # an execution is counted at its end
     return [_count(name) for name in names]
 
 
