@@ -1,7 +1,7 @@
-"""One job without a cache, with its framework's own cache, and with graphstash: cold, then warm.
+"""Compare a job without a cache, with its framework's own cache, and with graphstash.
 
-What is cold in a round is warm later in it. The figures of each arm are its own; ratios are those
-of one round, so that what else the machine does falls on both sides.
+Each arm runs cold and, later in the same round, warm. Figures belong to one arm. Ratios compare two
+arms of one round, so that other load on the machine affects both.
 """
 
 from benchmarks.figures import rotated
@@ -21,7 +21,7 @@ class Caches:
         bench: the part that compares them.
         own: name of the framework's own cache.
         columns: field of a job's result by column of the tables.
-        ratios: the columns whose ratios are shown.
+        ratios: columns whose ratios are shown.
     """
 
     count = 6
@@ -38,10 +38,10 @@ class Caches:
         """Run a job six times.
 
         Args:
-            number: of the round.
-            title: of the job.
-            run: takes the name of a host and "", "own" or "graphstash"; gives the job's figures,
-                and its `losses` and `fallbacks` where it has any.
+            number: number of the round.
+            title: title of the job.
+            run: takes the name of a host and "", "own" or "graphstash"; returns the job's figures,
+                and its `losses` and `fallbacks` if it has any.
         """
         figures, results = self._bench.figures, {}
         arms = self._cold | self._warm

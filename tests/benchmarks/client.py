@@ -1,13 +1,13 @@
-"""What the client spends on one large artifact, beside the least that its bytes need.
+"""Measure the client's costs of one large artifact, and the minimum that its bytes need.
 
-An artifact of 64 MiB comes from a server on loopback, in a fresh process for each figure: noise,
-which does not shrink, and machine code, which shrinks to about a quarter. The yardstick reads the
-same answer with `http.client` into memory, takes one SHA-256 of it and decompresses it at once; it
-writes nothing and checks nothing else. `body` is the answer's body alone, through `http.client` and
-through httpx as the client uses it.
+An artifact of 64 MiB comes from a server on loopback, in a new process for each figure: noise,
+which does not compress, and machine code, which compresses to about a quarter. The yardstick reads
+the same answer with `http.client` into memory, computes one SHA-256 and decompresses it at once. It
+neither writes nor checks anything else. `body` is the answer's body alone, through `http.client`
+and through httpx as the client uses it.
 
-CPU is user and system time of the process; memory is the growth of its largest resident size, after
-a small artifact has loaded everything.
+CPU is user and system time of the process. Memory is the growth of its peak resident size, after a
+small artifact has loaded all modules.
 
     PYTHONPATH=tests .venv/bin/python -m benchmarks.client --rounds 9
 """
@@ -53,7 +53,7 @@ def main():
 
 
 def machine_code():
-    """Return a part of the largest library of this Python's packages, from its middle."""
+    """Return the middle part of the largest library of this Python's packages."""
     packages = Path(sysconfig.get_paths()["platlib"])
     largest = max(packages.glob("torch/lib/*.so*"), key=lambda path: path.stat().st_size)
     with largest.open("rb") as file:

@@ -1,8 +1,8 @@
-"""The same training step under every hook: cold, and warm as another host with nothing on its disk.
+"""Run one training step under every hook: cold, and warm on another host with an empty disk.
 
-A small GPT (4 layers, 128 wide; torch and JAX) and, for Triton, three kernels of such a step,
-compiled for sm_90 without a GPU. Every job is a process started by `graphstash run`, in the
-environment of its compiler; cold and warm share a namespace and nothing else. The README's table is
+The step is a small GPT (4 layers, 128 wide; torch and JAX) or, for Triton, three kernels of such a
+step, compiled for sm_90 without a GPU. `graphstash run` starts every job as a process in the
+environment of its compiler. Cold and warm jobs share only a namespace. The README's table is
 `build/bench-compilers.md`.
 
     PYTHONPATH=tests .venv/bin/python -m benchmarks.compilers --rounds 3
@@ -27,7 +27,7 @@ COUNTING = """#!/bin/sh
 case " $* " in *" -o"*) echo "$*" >> "{log}" ;; esac
 exec "{program}" "$@"
 """
-"""Stands in for a compiler and writes a line for each file that it is asked to make."""
+"""A stand-in for a compiler that logs a line for each output file, and then calls the compiler."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Arm:
     name: str
     hook: str
     script: str
-    environment: str = ""  # of tests/environments; empty is the one that runs this
+    environment: str = ""  # of tests/environments; empty for this process's own
     choices: tuple[str, ...] = ()
 
     @property
@@ -82,7 +82,7 @@ def main():
 
 
 def run(jobs, arm, host, url, namespace):
-    """One job on a host of its own; its report, what it counted, which programs it ran."""
+    """Run one job on a host of its own; return its report, its counters, and its tool calls."""
     host.mkdir(parents=True)
     tools = host / "tools"
     tools.mkdir()
@@ -114,7 +114,7 @@ def run(jobs, arm, host, url, namespace):
     )
     report = running.finish().report
     counted = Counter()
-    for line in running.stats.read_text().splitlines():  # one per process
+    for line in running.stats.read_text().splitlines():  # one line per process
         process = json.loads(line)
         counted.update({name: n for name, n in process.items() if isinstance(n, int | float)})
         counted["fallbacks"] += sum(process["fallbacks"].values())

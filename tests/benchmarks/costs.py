@@ -1,6 +1,6 @@
-"""What a process has spent: CPU time, and memory as Linux counts it.
+"""Costs of a process: CPU time, and memory as Linux counts it.
 
-Memory is not `ru_maxrss`: that begins with the peak of the process that started this one.
+Memory is not `ru_maxrss`, which begins with the peak of the parent process.
 """
 
 import os
@@ -12,7 +12,8 @@ __all__ = ["Watch", "cpu_seconds", "peak_bytes", "resident_bytes"]
 
 
 class Watch:
-    """What this process spends in a block: `seconds`, `cpu_seconds` and, of its peak, `grown`."""
+    """Measure this process in a block: `seconds`, `cpu_seconds`, and the growth of its peak,
+    `grown`."""
 
     def __enter__(self):
         self._peak = peak_bytes()
@@ -26,12 +27,12 @@ class Watch:
 
 
 def resident_bytes(process="self"):
-    """Return what is in RAM now."""
+    """Return the resident bytes."""
     return _read(process, "VmRSS")
 
 
 def peak_bytes(process="self"):
-    """Return the most that has been in RAM."""
+    """Return the peak of the resident bytes."""
     return _read(process, "VmHWM")
 
 
@@ -41,11 +42,11 @@ def _read(process, name):
 
 
 def cpu_seconds(pid):
-    """CPU time that a process and its living descendants have used, with their dead children's."""
+    """Return the CPU time of a process and its living descendants, with their ended children's."""
     ticks, parents = {}, {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            # The command, in brackets, may hold spaces; afterwards: state, parent, ...
+            # The command, in brackets, may contain spaces. After it: state, parent, ...
             fields = path.read_text().rpartition(")")[2].split()
         except OSError:
             continue

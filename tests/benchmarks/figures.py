@@ -1,6 +1,6 @@
-"""Figures: what a benchmark measured, as tables for people and JSON for programs.
+"""Figures: the samples of a benchmark, as tables for people and JSON for programs.
 
-A figure is a cell of a table and holds one sample per round; it is shown as `median (min to max)`.
+A figure is a cell of a table and holds one sample per round. It is shown as `median (min to max)`.
 """
 
 import argparse
@@ -45,11 +45,11 @@ class Figures:
     load_before: tuple[float, ...] = field(default_factory=os.getloadavg)
 
     def add(self, table, row, column, sample):
-        """Adds one round's sample."""
+        """Add one round's sample."""
         self._row(table, row).setdefault(column, []).append(sample)
 
     def say(self, table, row, column, text):
-        """Puts words where a figure would be."""
+        """Put text into the place of a figure."""
         self._row(table, row)[column] = text
 
     def note(self, text):
@@ -57,7 +57,7 @@ class Figures:
             self.notes.append(text)
 
     def write(self, output):
-        """Prints the tables and writes them as JSON."""
+        """Print the tables, and write them as JSON."""
         for title, rows in self.tables.items():
             shown = Table(title=title, title_justify="left")
             shown.add_column("", no_wrap=True)
@@ -95,7 +95,7 @@ class Figures:
 
 
 def columns_of(rows):
-    """The columns of a table, in the order of their first use."""
+    """Return the columns of a table, in the order of their first use."""
     return list(dict.fromkeys(column for cells in rows.values() for column in cells))
 
 
@@ -111,7 +111,7 @@ def summary(cell):
 
 
 def show(cell):
-    """`median (min to max)`, or just the value when all rounds agree."""
+    """Return `median (min to max)`, or the value alone if all rounds agree."""
     if isinstance(cell, str):
         return cell
     if isinstance(cell, list):
@@ -130,7 +130,7 @@ def table_of(rows, show=show):
 
 
 def number(value):
-    """Three digits, more only when they stand before the point."""
+    """Return a number with three digits, or with more if they precede the point."""
     if value == int(value) or abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:.2f}" if abs(value) >= 1 else f"{value:.3f}"
@@ -138,13 +138,14 @@ def number(value):
 
 @dataclass
 class Part:
-    """A part of `make bench` under way.
+    """A running part of `make bench`.
 
     Attributes:
-        settings: the options of the command line.
-        figures: what it has measured.
-        directory: on the disk of this repository, because memory is no disk; removed at the end.
-        server: `graphstash serve`; None where a part starts its own.
+        settings: options of the command line.
+        figures: its figures.
+        directory: workspace on the disk of this repository, because /tmp may be in memory; removed
+            at the end.
+        server: `graphstash serve`; None if the part starts its own.
     """
 
     settings: argparse.Namespace
@@ -159,7 +160,7 @@ class Part:
         return self.bar.track(rounds, description=self.figures.part)
 
     def now(self, text):
-        """Show what is measured now."""
+        """Show the present step."""
         self.bar.update(self.bar.task_ids[-1], description=text)
 
 
@@ -168,12 +169,12 @@ def part(name, about, *, rounds, extra=(), has_server=True):
     """Read the options, make a workspace, and write the figures at the end.
 
     Args:
-        about: the docstring of the part's module.
-        rounds: the default.
-        extra: name, default and help of more options, which are whole numbers.
+        about: docstring of the part's module.
+        rounds: default number of rounds.
+        extra: name, default and help of further options, which are integers.
         has_server: whether to start one server for the whole part.
     """
-    from support.server import Server  # parts of other benchmarks do without
+    from support.server import Server  # other benchmarks lack its requirements
 
     parser = argparse.ArgumentParser(
         prog=f"benchmarks.{name}", description=about.partition("\n")[0]
@@ -204,7 +205,7 @@ def progress():
 
 
 def rotated(items, number):
-    """Return the same items, beginning with another one: none of them is always first."""
+    """Return the items in an order that starts with another item each round."""
     items = list(items)
     number %= len(items)
     return items[number:] + items[:number]

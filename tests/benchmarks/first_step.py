@@ -1,8 +1,8 @@
-"""The time to a job's first step: what the two figures of savings say, and what prefetching saves.
+"""Measure the time to a job's first step, the estimates of saved time, and prefetching.
 
-A job of JAX with 12 graphs. First it compiles them in four threads, cold and then warm on another
-host, and what the stopwatch says is put beside what the cache says. Then they are needed one after
-another, warm, over a link with a round trip of 50 ms, without prefetching and with it.
+The job is JAX with 12 graphs. First it compiles them in four threads, cold and then warm on another
+host, and the stopwatch is compared with the cache's estimate. Then a warm job needs the graphs one
+after another over a link with a round trip of 50 ms, without and with prefetching.
 
     PYTHONPATH=tests .venv/bin/python -m benchmarks.first_step --rounds 3
 """
@@ -53,7 +53,7 @@ def saved(figures, server, directory):
 
 
 def over_a_link(figures, server, directory):
-    small = {"layers": 6}  # what JAX itself does for a graph takes longer than any link
+    small = {"layers": 6}  # otherwise JAX's own work for a graph takes longer than any link
     job(directory / "first", server.url, **small)
     for arm, limit in (("on demand", 0), ("prefetching", "2GiB")):
         add = partial(figures.add, LINK, arm)

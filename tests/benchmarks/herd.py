@@ -1,8 +1,8 @@
-"""A herd: eight processes, each a host of its own, want graphs that nobody has compiled.
+"""Start a herd: eight processes on hosts of their own that need the same uncompiled graphs.
 
-Counts the compilations and how long after the server's commit each waiter had the artifact,
-unpacked and verified. The commit's time is what the server put down right before it; the waiters'
-times are of the same clock.
+Counts the compilations, and measures how long after the server's commit each waiter has the
+unpacked and verified artifact. The server notes the time right before the commit; the waiters use
+the same clock.
 
     PYTHONPATH=tests .venv/bin/python -m benchmarks.herd --rounds 3
 """
@@ -26,7 +26,7 @@ def main():
         note("The goal: one compilation per graph, waiters served within 500 ms of the commit.")
         note("All processes of the herd share this machine's cores with the server.")
         jobs = Jobs()
-        run(jobs, bench, MLP, "first")  # brings the libraries into memory
+        run(jobs, bench, MLP, "first")  # loads the libraries into memory
         for number in bench.rounds():
             team = f"herd-{number}"
             places = [f"{team}-{host}" for host in range(bench.settings.processes)]
@@ -64,7 +64,7 @@ def measure(figures, server, namespace, reports):
 
 
 def commits(server, namespace):
-    """When the server committed each artifact, by fingerprint, in seconds of the host's time."""
+    """Return the time of each artifact's commit by fingerprint, in seconds of the host's clock."""
     database = sqlite3.connect(server.data_dir / "graphstash.sqlite3")
     rows = database.execute(
         "SELECT fingerprint, created_at FROM artifacts WHERE namespace = ?", [namespace]

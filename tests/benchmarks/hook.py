@@ -1,12 +1,12 @@
-"""The hook's promise: first steps with graphstash, with torch_xla's own cache, with none at all.
+"""Compare first steps with graphstash, with torch_xla's own cache, and without a cache.
 
-Six arms take turns (`benchmarks.caches`), and then the steady state: 200 steps with and without the
-hook, and what a settled step costs in look-ups, device reads and calls. The goal is a warm start
+Six arms take turns (`benchmarks.caches`). Then follows the steady state: 200 steps with and without
+the hook, and the look-ups, device reads and calls of a settled step. The goal is a warm start
 within 5 % of torch_xla's own cache.
 
-Jobs are forks of a Python that has imported torch_xla (`support.zygote`): the import takes ten to
-twenty seconds and is the same for every arm. Everything after it counts, the installation of the
-hook included.
+Jobs are forks of a Python that has imported torch_xla (`support.zygote`), because the import takes
+ten to twenty seconds and is equal for every arm. All later work counts, including the installation
+of the hook.
 
     PYTHONPATH=tests .venv/bin/python -m benchmarks.hook --rounds 3
 """
@@ -45,7 +45,7 @@ def main():
         note("first and third step: since the first step began, its loss on the host.")
         note("The goal: warm graphstash within 5 % of torch_xla's own cache, a ratio <= 1.05.")
         jobs = Jobs()
-        run(jobs, bench, MLP, "first")  # brings the libraries into memory
+        run(jobs, bench, MLP, "first")  # loads the libraries into memory
         caches = Caches(bench, "torch_xla's cache", COLUMNS, ("third step, s", "trained, s"))
         steady(jobs, bench)  # compiles
         for number in bench.rounds():
@@ -64,10 +64,10 @@ def main():
 
 
 def run(jobs, bench, script, place, *options, cache="", team="steady"):
-    """Run a job to its end; return its report, with times since the launch and what was counted.
+    """Run a job to its end; return its report, times since the launch, and the cache's counters.
 
     Args:
-        place: of its host, below the workspace.
+        place: path of its host, below the workspace.
         cache: "graphstash", "own" or "".
         team: its namespace, and the folder of torch_xla's own cache.
     """
@@ -76,7 +76,7 @@ def run(jobs, bench, script, place, *options, cache="", team="steady"):
 
 def launch(jobs, bench, script, place, *options, cache, team):
     own = {"XLA_PERSISTENT_CACHE_PATH": str(bench.directory / team / "own")}
-    launched = time.time()  # of this host, as in the stamps of files
+    launched = time.time()  # this host's clock, comparable with times of files
     running = jobs.start(
         bench.directory / place,
         *options,
@@ -102,7 +102,7 @@ def finish(running, launched):
 
 
 def steady(jobs, bench, *, steps=None, turned=False):
-    """Run a long job without and with the hook, both with loaded graphs: only the hook differs."""
+    """Run a long job with loaded graphs, without and with the hook."""
     figures, medians = bench.figures, {}
     arms = {WITHOUT: "own", WITH: "graphstash"}
     for arm in reversed(arms) if turned else arms:

@@ -1,12 +1,12 @@
-"""What the jax hook costs beside JAX without a cache and with its own persistent one.
+"""Measure the costs of the jax hook, compared with JAX without a cache and with its own cache.
 
-Two jobs, in the oldest and the newest JAX: a hundred programs of a few operations, and a GPT of 4
-layers. Six arms take turns in each round (`benchmarks.caches`). JAX's own cache keeps everything
-here, as the hook does (its default is what took a second to compile).
+Two jobs run in the oldest and the newest JAX: a hundred programs of a few operations, and a GPT of
+4 layers. Six arms take turns in each round (`benchmarks.caches`). JAX's own cache stores every
+program here, as the hook does. By default it stores only programs that took a second to compile.
 
-CPU is user and system time of the job's process, to the end of its uploads: noise touches it less
-than clocks. (A test counts the requests.) The goals: cold within 5 % of no cache; warm within 10 %
-of JAX's own cache on the same host, and 20 % as another host.
+CPU is user and system time of the job's process, to the end of its uploads, because noise affects
+it less than wall time. (A test counts the requests.) The goals: cold within 5 % of no cache; warm
+within 10 % of JAX's own cache on the same host, and 20 % on another host.
 
     PYTHONPATH=tests .venv/bin/python -m benchmarks.jax_cache --rounds 5
 """

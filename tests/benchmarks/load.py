@@ -1,9 +1,9 @@
-"""The load generators: `wrk` for GETs where it is installed, threads with raw sockets for the rest.
+"""Load generators: `wrk` for GETs if it is installed, and threads with raw sockets for the rest.
 
-wrk cannot HEAD (it waits for the body that Content-Length announces) and its scripts cannot PUT
-megabytes that differ. The clients in here keep their connections and throw bodies away unread by
-Python; they manage some 10,000 small requests per second, so a figure near that is the generator's.
-The CPU time of a server is its own, whoever asks.
+wrk cannot HEAD, because it waits for the body that Content-Length announces. Its scripts cannot PUT
+megabytes that differ. The clients here keep their connections and discard bodies. They manage some
+10,000 small requests per second, so a figure near that is the generator's limit. The CPU time of a
+server does not depend on the generator.
 """
 
 import itertools
@@ -26,7 +26,7 @@ BUFFER_BYTES = 1 << 18
 
 @dataclass(frozen=True)
 class Load:
-    """What a target has done in `seconds`."""
+    """Work of a target in `seconds`."""
 
     requests: int
     received_bytes: int
@@ -38,7 +38,7 @@ class Load:
 
 
 class Kept:
-    """One kept connection; opened again when the other side has closed it."""
+    """One kept connection, reopened after the other side has closed it."""
 
     def __init__(self, port):
         self._port = port
@@ -62,7 +62,7 @@ class Kept:
             self._socket.sendall(head + b"".join(body))
 
     def _head(self, end):
-        """What came up to a mark and with it."""
+        """Return the received bytes up to a mark, mark included."""
         head = bytearray()
         while (found := head.find(end)) < 0:
             received = self._socket.recv(65536)
@@ -80,13 +80,13 @@ class Kept:
 
 
 class HttpConnection(Kept):
-    """Speaks HTTP/1.1."""
+    """A connection for HTTP/1.1."""
 
     def request(self, method, path, headers="", *body):
-        """Sends a request and reads the whole answer.
+        """Send a request, and read the whole answer.
 
         Returns:
-            Status, the raw header lines, and how many bytes of body came.
+            Status, the raw header lines, and the number of body bytes.
         """
         self._send(f"{method} {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{headers}\r\n".encode(), body)
         head, end = self._head(b"\r\n\r\n")
@@ -103,17 +103,17 @@ class HttpConnection(Kept):
         return status, lines[1:], expected
 
     def _chunks(self, body):
-        """Reads a small answer without Content-Length (a peer's error)."""
+        """Read a small answer without Content-Length, such as a peer's error."""
         while not body.endswith(b"0\r\n\r\n"):
             body += self._socket.recv(65536)
         return len(body)
 
 
 class RedisConnection(Kept):
-    """Speaks RESP2, as far as one command with a simple answer goes."""
+    """A connection for RESP2, limited to commands with a simple answer."""
 
     def command(self, *words):
-        """Sends a command and reads its answer.
+        """Send a command, and read its answer.
 
         Returns:
             The size of a bulk answer, -1 for nil, or the number of an integer answer.
@@ -133,13 +133,14 @@ class RedisConnection(Kept):
 
 
 def wrk():
-    """The path of wrk, or None."""
+    """Return the path of wrk, or None."""
     return shutil.which("wrk")
 
 
 def get(port, paths, *, connections, seconds, headers="", status=200):
-    """GETs paths by turns, over and over; every answer has the status. `%d` in the headers stands
-    for another number in each request.
+    """GET the paths in turn, and require the status of every answer.
+
+    `%d` in the headers becomes another number in each request.
     """
     if wrk() is None:
         turns = itertools.cycle(paths)
@@ -168,7 +169,7 @@ def get(port, paths, *, connections, seconds, headers="", status=200):
 
 
 def ask(method, turns, headers, expected):
-    """For `many`: asks for the next path and checks the status."""
+    """Return a function for `many` that requests the next path and checks the status."""
 
     numbers = itertools.count()
 
@@ -182,10 +183,10 @@ def ask(method, turns, headers, expected):
 
 
 def many(port, connections, seconds, work, *, kind=HttpConnection):
-    """Calls `work(connection)`, which returns a number of bytes, in threads of one connection each
-    until the time is over.
+    """Call `work(connection)`, which returns a number of bytes, in threads until the time is over.
 
-    What has begun is finished and counted, with the time it took.
+    Each thread has one connection. Calls that have begun are finished and counted, with the time
+    that they took.
     """
     requests = [0] * connections
     received = [0] * connections

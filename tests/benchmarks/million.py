@@ -1,9 +1,9 @@
-"""A database of a million artifacts beside one of a thousand, on SQLite and PostgreSQL.
+"""Compare a database of a million artifacts with one of a thousand, on SQLite and PostgreSQL.
 
-Everything is asked of both by turns. The artifacts of GET and lookup are drawn at random, so a
-server has hardly ever seen them; their blobs are shared and in the page cache. Start-up is the time
-from the command to the first answer, interpreter included. The eviction is `graphstash gc`, told to
-make a twentieth of the store go.
+Both get every request in turn. The artifacts of GET and lookup are drawn at random, so a server has
+rarely read them before; their blobs are shared and in the page cache. Start-up is the time from the
+command to the first answer, interpreter included. The eviction is `graphstash gc`, with limits that
+evict a twentieth of the store.
 
     PYTHONPATH=tests .venv/bin/python -m benchmarks.million --rounds 3 --large 1000000
 """
@@ -72,7 +72,7 @@ def main():
 
 
 class Store:
-    """One database with its blobs, filled."""
+    """A filled database with its blobs."""
 
     def __init__(self, directory, database, count, postgres):
         self.title = database
@@ -92,7 +92,7 @@ class Store:
         describe(self.url, count)
 
     def command(self, *arguments, **environment):
-        """Runs `graphstash ...`; how long it took and the most memory it had."""
+        """Run `graphstash ...`; return its seconds, its peak memory and its output."""
         began = time.monotonic()
         said = subprocess.run(
             [sys.executable, "-c", GRAPHSTASH, *arguments],
@@ -136,7 +136,7 @@ class Store:
         self.evict(add)
 
     def evict(self, add):
-        """Makes a twentieth go: eviction begins at the soft limit and ends at 95 % of it."""
+        """Evict a twentieth: eviction begins at the soft limit and ends at 95 % of it."""
         limit = str(self.stored_bytes - 1)
         seconds, peak, said = self.command("gc", GRAPHSTASH_SOFT_LIMIT_BYTES=limit)
         evicted = int(said.split(" artifacts evicted")[0].split()[-1])
@@ -161,7 +161,7 @@ class Store:
         return checked(connection, "POST", "/v1/bench/artifacts:lookup", {"keys": keys})
 
     def pages(self):
-        """What people look at, and what explains a miss."""
+        """Measure the pages for people, and the explanation of a miss."""
         for what, where in (
             ("the overview", "/"),
             ("the overview of a namespace", "/?namespace=bench"),

@@ -1,8 +1,8 @@
-"""The smallest real training job: a two-layer perceptron on torch_xla, AdamW, a loss read per step.
+"""The smallest real training job: a two-layer perceptron on torch_xla with AdamW.
 
-Reports the same times as the GPT example. On request it also counts what a settled step does
-(`--steady`) and when each look-up began and ended (`--trace`); both look into a hook that is there,
-and neither installs one.
+It reads one loss per step, and reports the same times as the GPT example. On request, it also
+counts the work of a settled step (`--steady`) and times each look-up (`--trace`). Both options
+observe an installed hook, and neither installs one.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import torch_xla.debug.metrics as xla_metrics
 from torch import nn
 from torch.nn import functional
 
-STARTED = time.perf_counter()  # the imports above were there before the launch
+STARTED = time.perf_counter()  # the imports above precede the launch
 COUNTED_STEPS = 50
 SETTLED_STEP = 3
 
@@ -77,10 +77,10 @@ def make_step():
 
 
 def count_steps(step):
-    """What happens in one settled step, on average; the job itself reads one loss from the device.
+    """Count the mean work of one settled step. The job itself reads one loss from the device.
 
-    Calls of ours are counted in the training thread. Ours wait in the background; whether one of
-    them did anything shows in how often the kernel had to wake it.
+    Calls of graphstash are counted in the training thread. Its other threads wait; the number of
+    times that the kernel woke them shows whether they worked.
     """
     before = counters()
     for _ in range(COUNTED_STEPS):
@@ -116,7 +116,7 @@ def metric(name):
 
 
 def gate_requests():
-    """How often torch_xla's look-up of a file came to the hook."""
+    """Return the number of torch_xla's file look-ups that reached the hook."""
     session = sys.modules.get("graphstash._process.session")
     if session is None or session._current is None:
         return 0
@@ -133,7 +133,7 @@ def wake_ups():
 
 
 def trace():
-    """Records every look-up: fingerprint, begin and end in the host's time, whether it found."""
+    """Record every look-up: fingerprint, begin and end in the host's time, and hit or miss."""
     from graphstash._compile.cache import CompileCache
 
     look_ups = []

@@ -1,4 +1,4 @@
-"""Pictures of a report: one panel for each table."""
+"""Plots of a report: one panel for each table."""
 
 from contextlib import contextmanager
 
@@ -9,11 +9,11 @@ __all__ = ["panels"]
 
 @contextmanager
 def panels(titles, output, *, size, columns=2, dpi=100):
-    """Give the axes of each title, and write the picture at the end.
+    """Yield the axes of each title, and write the picture at the end.
 
     Args:
-        size: of one panel, in inches.
-        columns: at most so many panels stand side by side.
+        size: size of one panel, in inches.
+        columns: maximum number of panels side by side.
     """
     mpl.use("Agg")  # there is no display
     from matplotlib import pyplot as plt

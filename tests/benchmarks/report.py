@@ -1,4 +1,4 @@
-"""A report: what several parts have measured, on which machine, and which goals that reaches."""
+"""A report: the figures of several parts, the machine, and the reached goals."""
 
 import json
 import os
@@ -18,19 +18,19 @@ TESTS = Path(__file__).parents[1]
 
 
 def begin(**more):
-    """A report without parts."""
+    """Return a report without parts."""
     started = time.strftime("%Y-%m-%d %H:%M %Z")
     return {"machine": machine(), "started": started, "parts": {}, "failed": [], **more}
 
 
 def environment(*paths, **more):
-    """This process's without graphstash's settings; imports come from the tests and from paths."""
+    """Return this process's environment without graphstash's settings, for imports from tests."""
     kept = {name: text for name, text in os.environ.items() if not name.startswith("GRAPHSTASH_")}
     return kept | {"PYTHONPATH": os.pathsep.join(map(str, (TESTS, *paths)))} | more
 
 
 def run_part(report, name, module, output, *options, env):
-    """Runs a module as a process of its own, and adds what it has written to `output`."""
+    """Run a module as a process, and add the figures that it writes to `output` to the report."""
     command = [sys.executable, "-m", module, "--output", output, *options]
     if subprocess.run([*map(str, command)], env=env, check=False).returncode == 0:
         report["parts"][name] = json.loads(output.read_text())
@@ -39,13 +39,13 @@ def run_part(report, name, module, output, *options, env):
 
 
 def files_of(directory, name):
-    """Where a report goes, by its form."""
+    """Return the paths of a report, by form."""
     directory.mkdir(parents=True, exist_ok=True)
     return {form: directory / f"{name}.{form}" for form in ("json", "md", "png")}
 
 
 def finish(report, written):
-    """Says where it is; fails if a part did."""
+    """Print the paths of the report. Exit with an error if a part failed."""
     console.print("written:", ", ".join(map(str, written)))
     if report["failed"]:
         raise SystemExit(f"failed: {', '.join(report['failed'])}; the reasons are above")
@@ -69,14 +69,15 @@ def cpu_model():
 
 
 def pages(report, title="Benchmarks", *, about="", goals=(), picture=""):
-    """The report for people: the goals, the plot, then every table, with `median (min to max)` in
-    each cell.
+    """Return the report for people: the goals, the plot, then every table.
+
+    Each cell is `median (min to max)`.
 
     Args:
-        report: of `begin`, with its parts.
-        title: of the page.
-        about: what explains it.
-        goals: which of them it reaches; none are listed without any.
+        report: report of `begin`, with its parts.
+        title: title of the page.
+        about: explanation of the page.
+        goals: goals to list; none by default.
         picture: Markdown of the plot.
     """
     where = report["machine"]
@@ -105,11 +106,11 @@ def pages(report, title="Benchmarks", *, about="", goals=(), picture=""):
 
 @dataclass
 class Goal:
-    """A cell reaches a goal if the median over the rounds does; no margin is taken off for noise.
+    """A cell reaches a goal if its median over the rounds does. Noise gets no margin.
 
     Attributes:
-        text: of the goal.
-        least: what a cell must reach.
+        text: text of the goal.
+        least: minimum for each cell.
         cells: each cell's figure, by its name.
     """
 

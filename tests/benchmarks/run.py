@@ -1,7 +1,7 @@
-"""Runs the benchmarks one after the other and puts what they measured into one report.
+"""Run the benchmarks in turn, and write their figures into one report.
 
-Nothing here decides whether a build is good: figures move with the machine and its other guests, so
-the report says what machine it was and how busy. `make bench` runs this; parts can be named:
+No figure decides whether a build is good, because figures depend on the machine and its load. The
+report therefore describes the machine and its load. `make bench` runs this; parts can be named:
 
     .venv/bin/python tests/benchmarks/run.py server --rounds 5 --seconds 2
 

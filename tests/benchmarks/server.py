@@ -1,13 +1,14 @@
-"""The server beside its peers and the release before: the same bytes, the same minutes.
+"""Compare the server with its peers and the release before: the same bytes in the same minutes.
 
-The figure that noise spares is CPU time per request, of a server's whole process tree. Targets take
-turns within every round, so that a busy neighbour hits all of them. Everything served is in the
-page cache: what is compared is the servers, not the disk. PUTs do go to the disk; the column `disk
-alone` is what 16 threads can write durably there without any server.
+The figure with the least noise is CPU time per request, of a server's whole process tree. Targets
+take turns in every round, so that other load affects all of them. Everything served is in the page
+cache, because the benchmark compares servers and not disks. PUTs do write to the disk. The column
+`disk alone` shows the durable writes of 16 threads without a server.
 
     PYTHONPATH=tests .venv/bin/python -m benchmarks.server --rounds 5 --seconds 2
 
-With `--postgresql 1` both releases run on a PostgreSQL of their own, whose CPU time is not counted.
+With `--postgresql 1`, both releases run on a PostgreSQL of their own, whose CPU time is not
+counted.
 """
 
 import asyncio
@@ -45,13 +46,13 @@ HOT = (
     ("GET 64 MiB", "64MiB", 64 * MIB, 4),
     ("GET 64 MiB, 64 streams", "64MiB", 64 * MIB, 64),
 )
-COLD = 2048  # artifacts, twice as many as a server keeps rows of; asked for by turns
+COLD = 2048  # artifacts, twice the rows that a server keeps in memory; requested in turn
 RANGE = "Range: bytes=1024-2047\r\n"
 PROXY = (
     "X-Forwarded-For: 192.0.2.1\r\nX-Forwarded-Proto: https\r\nX-Forwarded-Port: 443\r\n"
     "X-Real-IP: 192.0.2.1\r\nVia: 1.1 proxy\r\nCookie: affinity=1\r\nX-Request-Id: %d\r\n"
 )
-"""What a load balancer adds; the ID differs in each request."""
+"""Headers that a load balancer adds. The ID differs in each request."""
 WRITERS = (1, 16)
 PUTS = (("4 KiB", 4 * KIB), ("1 MiB", MIB))
 WAITERS = (1, 16, 256)
@@ -95,7 +96,7 @@ def main():
                     bench.now(target.name)
                     measure_one_round(figures, target, settings.seconds)
                 measure_disk(figures, bench.directory / "alone", settings.seconds)
-                os.sync()  # or the writing back of these would slow the next round's first target
+                os.sync()  # otherwise writing these back would slow the next round's first target
 
 
 def start(stack, kind, directory, postgres):
@@ -106,7 +107,7 @@ def start(stack, kind, directory, postgres):
 
 
 def publish(targets):
-    """Gives every target the same files and makes sure that it serves exactly them."""
+    """Publish the same files on every target, and require that it serves exactly these."""
     large = {name: secrets.token_bytes(size) for _, name, size, _ in HOT}
     small = {cold(number): secrets.token_bytes(4 * KIB) for number in range(COLD)}
     for target in targets:
@@ -124,7 +125,7 @@ def cold(number):
 
 
 def measure(figures, target, seconds):
-    """One round of one target."""
+    """Measure one round of one target."""
 
     count = partial(measure_one, figures, target, seconds=seconds)
     for label, name, size, connections in HOT:
@@ -152,18 +153,18 @@ def measure(figures, target, seconds):
 
 
 def measure_one(figures, target, label, work, /, *, seconds, answer_bytes=None, **more):
-    """What one kind of request costs a target, and how many it answers."""
+    """Measure the costs of one kind of request, and the rate of answers."""
     cpu = cpu_seconds(target.pid)
     load = work(seconds=seconds, **more)
     cpu = cpu_seconds(target.pid) - cpu
-    # Of large answers, the parts count that had come when the time was over.
+    # A large answer that is incomplete at the end counts with its received share.
     answers = load.received_bytes / answer_bytes if answer_bytes else load.requests
     figures.add(CPU, label, target.name, cpu / answers * 1e3)
     figures.add(RATE, label, target.name, answers / load.seconds)
 
 
 def measure_puts(figures, target, seconds):
-    """Bodies that nobody has sent yet, from one writer and from many."""
+    """Measure uploads of unique bodies, from one writer and from many."""
     for name, size in PUTS:
         for writers in WRITERS:
             label = f"PUT {name}, {writers} at once"
@@ -179,7 +180,7 @@ def putting(*, target, base, writers, seconds):
 
 
 def looking_up(*, target, seconds):
-    """Asks for a thousand artifacts that are all there."""
+    """Look up a thousand artifacts that all exist."""
     keys = [target.key(cold(number)) for number in range(LOOKUP_KEYS)]
     body = json.dumps({"keys": keys}).encode()
     headers = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
@@ -195,7 +196,7 @@ def looking_up(*, target, seconds):
 
 
 def measure_waiters(figures, target, waiters):
-    """How long after the commit every waiter of a lease has the artifact, and what it costs."""
+    """Measure the delay of every waiter of a lease after the commit, and the costs."""
     cpu = cpu_seconds(target.pid)
     delays = asyncio.run(herd(target, waiters))
     cpu = cpu_seconds(target.pid) - cpu
@@ -208,7 +209,7 @@ def measure_waiters(figures, target, waiters):
 
 
 async def herd(target, waiters):
-    """One holder stores 64 KiB; seconds from its 201 until each waiter has read them."""
+    """Store 64 KiB as one holder; return the seconds from its 201 to each waiter's download."""
     fingerprint = secrets.token_hex(32)
     lease = artifact_path(fingerprint).replace("/artifacts/", "/leases/")
     payload = secrets.token_bytes(64 * KIB)
@@ -224,7 +225,7 @@ async def herd(target, waiters):
         assert got == payload
 
     waiting = [asyncio.create_task(wait(caller)) for caller in callers]
-    await asyncio.sleep(1 + waiters / 200)  # all of them ask, and the server is idle again
+    await asyncio.sleep(1 + waiters / 200)  # all waiters have asked, and the server is idle again
     assert granted["token"]
     assert not done
     connection = target.connection(target.port)
@@ -263,7 +264,7 @@ class Caller:
 
 
 def measure_disk(figures, directory, seconds):
-    """The same writes as a disk store must make, with nothing around them."""
+    """Measure the writes of a disk store without anything around them."""
     directory.mkdir(exist_ok=True)
 
     def write(base, _connection):

@@ -1,6 +1,6 @@
-"""The servers under comparison, each started on loopback with data of its own and stopped again.
+"""The compared servers, each on loopback with data of its own.
 
-All of them get the very same bytes. What is missing is named with the way to install it.
+All servers get the same bytes. A missing server is named with the command that installs it.
 """
 
 import base64
@@ -47,10 +47,10 @@ _tail_bytes = 16
 
 
 def unique_body(base):
-    """Bytes nobody has sent yet, hashed without hashing them all again.
+    """Return unique bytes and their hash, without hashing all bytes again.
 
     Args:
-        base: the common beginning and a SHA-256 that has taken it.
+        base: the common beginning, and a SHA-256 of it.
 
     Returns:
         The parts to send, and their digest.
@@ -63,21 +63,21 @@ def unique_body(base):
 
 
 def base_of(size):
-    """For `unique_body`, bodies of `size` bytes."""
+    """Return the base of `unique_body` for bodies of `size` bytes."""
     beginning = secrets.token_bytes(size - _tail_bytes)
     return beginning, hashlib.sha256(beginning)
 
 
 class Target:
-    """A server that keeps bytes under names.
+    """A server that stores bytes under names.
 
     Attributes:
-        name: in the tables.
-        port: where it listens on loopback.
-        pid: the process whose tree's CPU time counts.
-        headers: lines that every request to it needs.
-        connection: what `put` takes.
-        has_ranges: whether it answers a request for a part with this part.
+        name: name in the tables.
+        port: port on loopback.
+        pid: process whose tree's CPU time counts.
+        headers: header lines that every request needs.
+        connection: class of connections for `put`.
+        has_ranges: whether it answers range requests with the range.
     """
 
     name: str
@@ -86,29 +86,29 @@ class Target:
     has_ranges = True
 
     def publish(self, name, payload):
-        """Stores bytes to be read later under a name."""
+        """Store bytes under a name, for later reads."""
         connection = self.connection(self.port)
         self.put(connection, (payload,), hashlib.sha256(payload), name)
         connection.close()
 
     def get(self, names, *, more="", **load):
-        """GETs what was published, by turns, with more headers."""
+        """GET published names in turn, with more headers."""
         paths = [self.path(name) for name in names]
         return get(self.port, paths, headers=self.headers + more, **load)
 
     def miss(self, **load):
-        """GETs what was never stored."""
+        """GET names that were never stored."""
         paths = [self.unknown() for _ in range(1000)]
         return get(self.port, paths, headers=self.headers, status=404, **load)
 
     def head(self, names, *, connections, seconds):
-        """Asks, by turns, whether something is there, and how large it is."""
+        """HEAD published names in turn, for existence and size."""
         turns = itertools.cycle([self.path(name) for name in names])
         return many(self.port, connections, seconds, ask("HEAD", turns, self.headers, 200))
 
 
 class Graphstash(Target):
-    """`graphstash serve`, as its users start it: SQLite and a disk store; or on a PostgreSQL."""
+    """`graphstash serve`, as its users start it: SQLite and a disk store, or a PostgreSQL."""
 
     name = "graphstash"
 
@@ -136,7 +136,7 @@ class Graphstash(Target):
         return artifact_path(secrets.token_hex(32))
 
     def key(self, name):
-        """How the lookup call spells the key."""
+        """Return the key in the form of the lookup call."""
         return {
             "kind": "torch_xla",
             "device_type": DEVICE_TYPE,
@@ -144,14 +144,14 @@ class Graphstash(Target):
         }
 
     def put(self, connection, parts, digest, name=None):
-        """Stores a body under a new key."""
+        """Store a body under a new key."""
         fingerprint = secrets.token_hex(32)
         if name is not None:
             self._paths[name] = fingerprint
         return self.put_under(connection, fingerprint, parts, digest)
 
     def put_under(self, connection, fingerprint, parts, digest):
-        """Stores a body under a key."""
+        """Store a body under a key."""
         headers = (
             f"Content-Length: {sum(map(len, parts))}\r\n"
             f"Repr-Digest: sha-256=:{base64.b64encode(digest.digest()).decode()}:\r\n"
@@ -162,7 +162,7 @@ class Graphstash(Target):
 
 
 class ReleaseBefore(Graphstash):
-    """The same of the release before this one."""
+    """`graphstash serve` of the release before this one."""
 
     name = "release before"
 
@@ -176,7 +176,7 @@ def artifact_path(fingerprint):
 
 
 class Peer(Target):
-    """A server from elsewhere, with a generated configuration."""
+    """A server of another project, with a generated configuration."""
 
     install: str
     binary: str
@@ -195,7 +195,7 @@ class Peer(Target):
 
     @classmethod
     def missing(cls):
-        """How to install it where it is not installed."""
+        """Return the command that installs it, or None if it is installed."""
         return None if cls.found() else cls.install
 
     @classmethod
@@ -209,8 +209,9 @@ class Peer(Target):
 
 
 class Nginx(Peer):
-    """nginx with one worker per core, sendfile and no access log: the ceiling for static files. Its
-    PUTs (WebDAV) do not wait for the disk.
+    """nginx with one worker per core, sendfile and no access log: the ceiling for static files.
+
+    Its PUTs (WebDAV) do not wait for the disk.
     """
 
     name = "nginx"
@@ -258,7 +259,7 @@ http {{
 
 
 class Registry(Peer):
-    """Debian's docker-registry with its file system driver; blobs are pushed by its HTTP API."""
+    """Debian's docker-registry with its file system driver, filled through its HTTP API."""
 
     name = "docker-registry"
     install = "apt install docker-registry"
@@ -287,7 +288,7 @@ http:
         return f"/v2/{NAMESPACE}/blobs/sha256:{secrets.token_hex(32)}"
 
     def put(self, connection, parts, digest, name=None):
-        """Stores a blob; takes two requests."""
+        """Store a blob with two requests."""
         uploads = f"/v2/{NAMESPACE}/blobs/uploads/"
         status, lines, _ = connection.request("POST", uploads, "Content-Length: 0\r\n")
         assert status == 202, status
@@ -303,8 +304,9 @@ http:
 
 
 class Turborepo(Peer):
-    """turborepo-remote-cache on Node, storing on disk; it checks a token and does not wait for the
-    disk.
+    """turborepo-remote-cache on Node, which stores on disk.
+
+    It checks a token and does not wait for the disk.
     """
 
     name = "turborepo"
@@ -347,8 +349,9 @@ class Turborepo(Peer):
 
 
 class Redis(Peer):
-    """Redis, everything in memory; every SET waits for its append-only file. Asked for with
-    threads of Python also where the others have wrk.
+    """Redis with all data in memory. Every SET waits for its append-only file.
+
+    Threads of Python send its requests even if the other targets get wrk's.
     """
 
     name = "redis"
@@ -399,7 +402,7 @@ PEERS = (Nginx, Registry, Turborepo, Redis)
 
 
 def fetch_sha256(target, name):
-    """The SHA-256 of what a target serves over HTTP, read by another client than the load's."""
+    """Return the SHA-256 of a target's answer over HTTP, read by another client than the load's."""
     headers = dict(line.split(": ") for line in target.headers.splitlines())
     url = f"http://127.0.0.1:{target.port}{target.path(name)}"
     answer = httpx.get(url, headers=headers, timeout=60, trust_env=False).raise_for_status()

@@ -1,9 +1,9 @@
-"""What it costs to check a signature: fetching 64 MiB from loopback, with the policy on and off.
+"""Measure the cost of a signature check: fetch 64 MiB from loopback, with the policy on and off.
 
-The digest is computed while the bytes come in, whatever the policy; a signature over it is left to
-be checked. The fetches take turns, and so does who begins. On a busy machine they differ by chance
-more than by the check, so the check is also timed by itself, within the fetch, and compared with
-the download. A local hit reads the file once more, for a digest.
+Both policies compute the digest while the bytes arrive, so only the signature over it is left to
+check. The fetches take turns, and the first of each round alternates. On a busy machine, chance
+differences exceed the check, so the check is also timed inside the fetch and compared with the
+download. A local hit reads the file once more, for a digest.
 
     PYTHONPATH=tests .venv/bin/python -m benchmarks.verify --rounds 15
 """
@@ -55,7 +55,7 @@ def publish(server, directory, payloads, **settings):
 
 
 def measure(server, directory, team, key, *, first):
-    """Seconds and CPU seconds of every kind of fetch; each begins with an empty disk."""
+    """Return seconds and CPU seconds of every kind of fetch. Each begins with an empty disk."""
     took = {}
     order = POLICIES if first else POLICIES[::-1]
     for policy in order:
@@ -64,7 +64,7 @@ def measure(server, directory, team, key, *, first):
             {}, url=server.url, cache_dir=place, trusted_keys=team.file, signatures=policy
         )
         with Stash(config) as stash:
-            stash.server.lookup([key])  # the connection is there, and cryptography is loaded
+            stash.server.lookup([key])  # connects, and loads cryptography
             checks = timed(stash)
             for source in ("remote", "local"):
                 with Watch() as watch:
@@ -83,7 +83,7 @@ def measure(server, directory, team, key, *, first):
 
 
 def timed(stash):
-    """A list that gets the seconds of every check that the stash makes."""
+    """Return a list that gets the seconds of every check of the stash."""
     seconds = []
     real = stash.signatures.check
 

@@ -1,11 +1,11 @@
-"""Ways to add up a gradient over all workers: what one call sends, and the model of its time.
+"""Ways to add up a gradient over all workers: the bytes of one call, and a model of its time.
 
 ring       torch's all-reduce of all of it, on gloo
 coo        torch's all-reduce of sparse tensors, as DDP does for embeddings with `sparse=True`:
            all-gather of rows of 256 elements with their index
-blocks     BlockSparseAllReduce, whatever the density
+blocks     BlockSparseAllReduce at any density
 look       the same with the hook's fallback: sent whole above that density of the union
-paused     what the hook does between two looks at a dense bucket
+paused     the hook's call between two looks at a dense bucket
 dedicated  AggregatedAllReduce with as many aggregators as workers, on links of their own
 colocated  the same with an aggregator beside each worker, on its link
 """
@@ -25,17 +25,17 @@ ARMS = ("ring", "coo", "blocks", "look", "paused", "dedicated", "colocated")
 AGGREGATED = ("dedicated", "colocated")
 
 DENSE_ONLY = ("look", "paused")
-"""Where the union is not dense, the fallback is not taken, and the hook does what `blocks` does."""
+"""Arms that differ from `blocks` only if the union is dense, when the hook uses the fallback."""
 
 NUMBER = 4
 """Bytes of a block's number in a datagram."""
 
 LOOKS = 1 / 65
-"""The share of a dense bucket's steps in which the hook looks at it, once it has settled."""
+"""Share of a dense bucket's steps in which the hook looks at it, after it has settled."""
 
 
 class Arms:
-    """One worker's; `place` is what AggregatedAllReduce has to know of the links, by arm."""
+    """Arms of one worker. `place` holds AggregatedAllReduce's arguments about the links, by arm."""
 
     def __init__(self, place):
         self._place = place
@@ -43,13 +43,13 @@ class Arms:
         self._aggregated = {}
 
     def aggregated(self, arm):
-        """The same one for all calls: it has processes of its own."""
+        """Return the sum of an arm. All calls share it, because it has processes of its own."""
         if arm not in self._aggregated:
             self._aggregated[arm] = AggregatedAllReduce(block_size=BLOCK, **self._place[arm])
         return self._aggregated[arm]
 
     def datagrams(self, arm):
-        """Bytes of payload that were sent and received so far, and in how many of UDP's."""
+        """Return the payload bytes sent and received so far, and the number of UDP datagrams."""
         if arm not in AGGREGATED:
             return None
         each = self.aggregated(arm).counters
@@ -57,9 +57,9 @@ class Arms:
         return payload, each.sent_datagrams + each.received_datagrams
 
     def prepared(self, arm, flat, chosen):
-        """What one call is, and what gives the sum afterwards."""
+        """Return a function that makes one call, and a function that returns the sum afterwards."""
         if arm in AGGREGATED:
-            self.aggregated(arm).sum_(flat[:0])  # connects, and not in a call
+            self.aggregated(arm).sum_(flat[:0])  # connects outside the measured call
         if arm == "coo":
             rows = flat.view(-1, BLOCK)
             places = chosen.nonzero().flatten()
@@ -78,14 +78,16 @@ class Arms:
 
 
 def arms_of(cell, arms):
-    """Those that are something of their own in a cell."""
+    """Return the arms that differ from all others in a cell."""
     dense = cell.union() > DENSE_ABOVE * cell.blocks
     return [arm for arm in arms if dense or arm not in DENSE_ONLY]
 
 
 def formula(arm, cell, datagrams):
-    """Payload of all workers together, and headers in it, in bytes. It is what they send; of those
-    with aggregators what they send and receive, in as many datagrams.
+    """Return the payload of all workers, and the bytes of its headers.
+
+    The payload is what workers send. With aggregators, it is what workers send and receive, in that
+    number of datagrams.
     """
     workers, size = cell.workers, cell.size
     if arm in {"ring", "paused"}:
@@ -102,7 +104,7 @@ def formula(arm, cell, datagrams):
 
 
 def model_bytes(arm, cell):
-    """What each link carries at least, in the direction that has more of it."""
+    """Return the minimum bytes of each link, in its busier direction."""
     workers, size = cell.workers, cell.size
     ring = 2 * (workers - 1) / workers
     own, union = cell.own / cell.blocks, cell.union() / cell.blocks

@@ -1,4 +1,4 @@
-"""Cells: a gradient's size, density and overlap, and what gloo and the links make of bytes."""
+"""Cells: a gradient's size, density and overlap, and the bytes of gloo and the links."""
 
 import math
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ SEGMENT = 1024**2
 CALL = 24
 NUMBER = 4
 GLOO_HEADER = 48
-"""Of gloo's messages: for each send the sender's notice, the receiver's, and the data."""
+"""Bytes of gloo's messages for each send: the sender's notice, the receiver's, and the data's."""
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,17 @@ class Cell:
 
     @property
     def is_possible(self):
-        """Without overlap the workers need blocks of their own; at density 1 all is overlap."""
+        """Return whether the cell exists.
+
+        Without overlap, workers need blocks of their own. At density 1, everything overlaps.
+        """
         if self.density == 1:
             return self.overlap == "full"
         return self.overlap != "none" or self.workers * self.own <= self.blocks
 
     @property
     def size(self):
-        """Bytes."""
+        """Bytes of the gradient."""
         return self.mib * 1024**2
 
     @property
@@ -46,11 +49,11 @@ class Cell:
 
     @property
     def own(self):
-        """Blocks that are not zero on each worker."""
+        """Number of nonzero blocks on each worker."""
         return max(1, round(self.density * self.blocks))
 
     def chosen(self, rank):
-        """A boolean for each block: whether it is not zero on this worker."""
+        """Return a boolean for each block: whether it is nonzero on this worker."""
         drawn = torch.Generator().manual_seed(rank + 1 if self.overlap == "random" else 0)
         order = torch.randperm(self.blocks, generator=drawn)
         first = rank * self.own if self.overlap == "none" else 0
@@ -59,22 +62,23 @@ class Cell:
         return flags
 
     def values(self, rank):
-        """What all elements of each block are on this worker: whole, so that sums are exact."""
+        """Return the value of each block's elements on this worker: integers, for exact sums."""
         return self.chosen(rank) * (rank + 1.0) * (torch.arange(self.blocks) % 7 + 1)
 
     def sums(self):
-        """The same, of all workers."""
+        """Return the sums of the values of all workers."""
         return sum(self.values(rank) for rank in range(self.workers))
 
     def union(self):
-        """Blocks that are not zero on at least one worker."""
+        """Return the number of blocks that are nonzero on at least one worker."""
         return int(self.sums().count_nonzero())
 
 
 def ring_bytes(size, workers, itemsize=4):
-    """What all workers send for an all-reduce of `size` bytes on gloo's ring: elements, headers.
+    """Return the elements' and headers' bytes of an all-reduce of `size` bytes on gloo's ring.
 
-    gloo cuts the tensor into segments of at most 1 MiB, as many for each worker and two at least.
+    gloo cuts the tensor into segments of at most 1 MiB, an equal number for each worker and at
+    least two.
     """
     segments = max(-(-size // SEGMENT), 2 * workers)
     segments = -(-segments // workers) * workers
@@ -85,13 +89,13 @@ def ring_bytes(size, workers, itemsize=4):
 
 
 def gather_bytes(size, workers):
-    """What all workers send for an all-gather of `size` bytes of each on gloo's ring."""
+    """Return the bytes of all workers for an all-gather of `size` bytes each, on gloo's ring."""
     pairs = workers * (workers - 1)
     return pairs * size, 6 * GLOO_HEADER * pairs  # in two halves
 
 
 def look_bytes(cell):
-    """What the block-sparse all-reduce sends to agree on the call and on the union's blocks."""
+    """Return the bytes by which a block-sparse all-reduce agrees on the call and the blocks."""
     workers, bitmap, numbers = cell.workers, -(-cell.blocks // 8), cell.own * NUMBER
     by_number = workers * numbers < 2 * bitmap
     union = gather_bytes(numbers, workers) if by_number else ring_bytes(bitmap, workers, 1)
@@ -99,12 +103,12 @@ def look_bytes(cell):
 
 
 def gathers(cell):
-    """Whether each worker's blocks are gathered, or those of the union added up on the ring."""
+    """Return whether the workers' blocks are gathered, or the union's added up on the ring."""
     return cell.workers * cell.own * (4 * BLOCK + NUMBER) < 2 * cell.union() * 4 * BLOCK
 
 
 def block_bytes(cell):
-    """What `BlockSparseAllReduce` sends: first to agree on the blocks, then the blocks in slots."""
+    """Return the bytes of `BlockSparseAllReduce`: to agree on blocks, then the blocks in slots."""
     blocks = cell.own if gathers(cell) else cell.union()
     most = SLOT // (4 * BLOCK)
     slots = [min(most, blocks - start) for start in range(0, blocks, most)]
@@ -119,5 +123,5 @@ def block_bytes(cell):
 
 
 def link_payload(gbits):
-    """Bytes of TCP's payload in a second; 1448 fit into a frame of 1514."""
+    """Return TCP's payload bytes per second; a frame of 1514 bytes holds 1448."""
     return gbits * 1e9 / 8 * 1448 / 1514

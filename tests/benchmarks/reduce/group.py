@@ -1,4 +1,4 @@
-"""A group of workers, each at a node; one request at a time goes to all of them."""
+"""A group of workers, one at each node. Each request goes to all workers."""
 
 import json
 import os
@@ -19,23 +19,23 @@ __all__ = ["Group", "Sample"]
 WORKER = "benchmarks.reduce.worker"
 AGGREGATOR = "graphstash.training.reduce.aggregators"
 
-PATIENCE = 400  # seconds, for an answer
-AHEAD = 0.03  # seconds, for a request to reach all workers before they begin together
+PATIENCE = 400  # seconds to wait for an answer
+AHEAD = 0.03  # seconds for a request to reach all workers before they begin together
 
 
 class Sample(NamedTuple):
     """One call.
 
     Attributes:
-        seconds: until the last worker had the sum.
-        cpu: seconds, mean of the workers.
-        payload: bytes of TCP's payload that the workers sent, together; of UDP's, with aggregators,
+        seconds: seconds until the last worker had the sum.
+        cpu: CPU seconds, mean of the workers.
+        payload: bytes of TCP payload that all workers sent; with aggregators, bytes of UDP payload
             that they sent and received.
-        datagrams: these were; 0 without aggregators.
-        wire: bytes that their links received, with all headers, together; 0 on loopback.
-        packets: these were; 0 on loopback.
-        counted: bytes that the code says it handed over or sent; 0 where it does not count.
-        exact: every worker had the exact sum.
+        datagrams: number of UDP datagrams; 0 without aggregators.
+        wire: bytes that all links received, with headers; 0 on loopback.
+        packets: number of packets that all links received; 0 on loopback.
+        counted: bytes of the code's own counters; 0 without counters.
+        exact: whether every worker had the exact sum.
     """
 
     seconds: float
@@ -49,16 +49,16 @@ class Sample(NamedTuple):
 
 
 class Group(AbstractContextManager):
-    """Starts workers on `links`; they end with it, or with this process."""
+    """Workers on `links`. The workers end with the group, or with this process."""
 
     def __init__(self, links, workers, *, aggregators):
-        """Takes how many aggregators to start, at the nodes after the workers'."""
+        """Start workers, and this number of aggregators, at the nodes after the workers'."""
         self._links = links
         self._folder = tempfile.TemporaryDirectory(prefix="bench-reduce-")
         rendezvous = Path(self._folder.name) / "rendezvous"
         own = environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=links.interface())
         secret = Path(self._folder.name) / "secret"
-        secret.write_text(os.urandom(32).hex())  # whose ends are no white space
+        secret.write_text(os.urandom(32).hex())  # without white space at either end
         secret.chmod(0o600)
         self._workers, self._aggregators, addresses = [], [], []
         try:
@@ -87,7 +87,7 @@ class Group(AbstractContextManager):
         )
 
     def sample(self, arm, cell):
-        """Prepares and measures one call."""
+        """Prepare and measure one call."""
         self.ask(prepare=arm, cell=asdict(cell))
         before, (payload, datagrams) = self._links.traffic(), self._sent(arm)
         answers = self.ask(call=time.monotonic() + AHEAD)
@@ -105,7 +105,7 @@ class Group(AbstractContextManager):
         )
 
     def train(self, model, arm, steps):
-        """Steps in a second, seconds of CPU and bytes on the wire of a step, and the losses."""
+        """Return steps per second, CPU seconds and wire bytes of a step, and the losses."""
         self.ask(train=model, arm=arm)
         before = self._links.traffic()
         answers = self.ask(steps=steps)
@@ -121,7 +121,7 @@ class Group(AbstractContextManager):
         return [sum(each[name] for each in answers) for name in ("payload", "datagrams")]
 
     def ask(self, **request):
-        """What all workers answer."""
+        """Send a request to all workers, and return their answers."""
         line = json.dumps(request) + "\n"
         for worker in self._workers:
             worker.stdin.write(line)

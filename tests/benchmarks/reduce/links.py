@@ -4,9 +4,9 @@
     0:    eth0 ---- port0        10.77.0.1
     1:    eth0 ---- port1        10.77.0.2
 
-Both ends of a link are shaped by a token bucket, so that a node sends and receives at its rate at
-the same time. Interfaces live in the namespaces only, and go with them. Nothing but what the nodes
-themselves send is on the links: no IPv6, no ARP.
+A token bucket shapes each end of a link, so a node sends and receives at its rate at the same time.
+The interfaces exist only in the namespaces and disappear with them. Only the nodes' own traffic is
+on the links: no IPv6, no ARP.
 """
 
 import json
@@ -22,12 +22,12 @@ __all__ = ["Loopback", "Star", "Traffic", "sweep"]
 PREFIX = "reduce-bench"
 KILLED_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
 
-LARGEST = 65536  # bytes that the kernel passes on as one packet; what is fewer takes more CPU
-QUEUE = 64 * 1024**2  # bytes, in front of a link: nothing is dropped
+LARGEST = 65536  # bytes that the kernel forwards as one packet; smaller packets take more CPU
+QUEUE = 64 * 1024**2  # bytes in front of a link, so that nothing is dropped
 
 
 class Traffic(NamedTuple):
-    """What went to the nodes; bytes with all headers from Ethernet's on."""
+    """Traffic to the nodes. Bytes include all headers from Ethernet's on."""
 
     wire_bytes: int
     packets: int
@@ -37,7 +37,7 @@ class Traffic(NamedTuple):
 
 
 class Star(AbstractContextManager):
-    """`nodes` namespaces around a switch; raises RuntimeError where this is not allowed."""
+    """`nodes` namespaces around a switch. Raises RuntimeError without the permission."""
 
     name = "network namespaces"
 
@@ -74,14 +74,14 @@ class Star(AbstractContextManager):
             self._shape(self._node(number), "eth0")
 
     def _shape(self, namespace, device):
-        """The bucket holds two packets, which pass at once after a pause: 1 or 2 ms of the rate."""
+        """Shape a device by a bucket of two packets, 1 or 2 ms of the rate."""
         packet = max(4096, min(LARGEST, self._rate // 8000))
         bucket = ("rate", f"{self._rate}bit", "burst", str(2 * packet), "limit", str(QUEUE))
         ip("-n", namespace, "link", "set", device, "gso_max_size", str(packet))
         tc("-n", namespace, "qdisc", "add", "dev", device, "root", "tbf", *bucket)
 
     def command(self, number):
-        """What a command needs in front to run at a node, and to end with this process."""
+        """Return the prefix of a command that runs at a node and ends with this process."""
         return ("ip", "netns", "exec", self._node(number), *KILLED_WITH_PARENT)
 
     def interface(self):
@@ -91,7 +91,7 @@ class Star(AbstractContextManager):
         return f"10.77.0.{number + 1}"
 
     def traffic(self):
-        """To all nodes, once nothing has moved for a while."""
+        """Return the traffic to all nodes, after it has stopped for a while."""
         found = None
         while found != (found := self._read()):
             time.sleep(0.05)
@@ -115,7 +115,7 @@ class Star(AbstractContextManager):
 
 
 class Loopback(AbstractContextManager):
-    """What is left without the rights for namespaces: no rates, and no packets to count."""
+    """The fallback without the permission for namespaces: no rates, and no counts of packets."""
 
     name = "loopback"
 
@@ -140,7 +140,7 @@ class Loopback(AbstractContextManager):
 
 
 def sweep():
-    """Removes what killed runs have left."""
+    """Remove the namespaces of killed runs."""
     for name in names():
         owner = name.removeprefix(f"{PREFIX}-").partition("-")[0]
         if not Path("/proc", owner).exists():
@@ -154,7 +154,7 @@ def remove(base):
 
 
 def names():
-    """Of the namespaces that are ours."""
+    """Return the names of this benchmark's namespaces."""
     lines = ip("netns", "list").splitlines()
     return [name for line in lines if (name := line.split()[0]).startswith(f"{PREFIX}-")]
 
@@ -172,7 +172,7 @@ def tc(*arguments):
 
 
 def call(*command):
-    """Raises RuntimeError with what the command says."""
+    """Run a command, and raise RuntimeError with its error output if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Measures sums, cell by cell, and checks what was sent against the formula; compares trainings."""
+"""Measure sums cell by cell, compare sent bytes with the formula, and compare trainings."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ PAYLOAD, WIRE = "MB of payload for each worker", "MB on all links for each worke
 CPU = "CPU milliseconds of a worker"
 
 EXACT = {"blocks", "dedicated", "colocated"}
-"""What has to lead to the same losses; thresholding changes them."""
+"""Arms with the same losses as the ring; thresholding changes the losses."""
 
 TOLERANCE = 1e-6
 
@@ -28,7 +28,7 @@ FALLBACK = 1.03
 
 @dataclass
 class Checks:
-    """How many samples had the sum and the bytes that they must have, by what was checked."""
+    """Counts of samples with and without the required sum and bytes, by check."""
 
     passed: Counter = field(default_factory=Counter)
     failed: Counter = field(default_factory=Counter)
@@ -43,13 +43,13 @@ class Checks:
 
 
 def measure(group, name, cells, arms, *, gbits, rounds, checks):
-    """All cells with all arms in each round, forth and back, so that drift meets all alike.
+    """Measure all cells with all arms in each round, back and forth to balance drift.
 
     Args:
-        gbits: of the links; None where they have no rate.
+        gbits: rate of the links; None for links without a rate.
     """
     figures = Figures(name, {"rounds": rounds})
-    first = {cell.mib: cell for cell in reversed(cells)}  # a ring does not know of zeros
+    first = {cell.mib: cell for cell in reversed(cells)}  # a ring's time does not depend on zeros
     per_round = [
         (cell, arm)
         for cell in cells
@@ -78,7 +78,7 @@ def verify(checks, arm, cell, sample):
 
 
 def add(figures, found, gbits):
-    """One round's samples."""
+    """Add one round's samples."""
     rings = {cell.mib: each.seconds for (cell, arm), each in found.items() if arm == "ring"}
     for (cell, arm), sample in found.items():
         of = f", {cell.mib} MiB"
@@ -98,7 +98,7 @@ def add(figures, found, gbits):
 
 
 def goals_of(parts):
-    """The goals, by what the parts of a report say: their JSON, by (workers, gbits)."""
+    """Return the goals, from the JSON of a report's parts by (workers, gbits)."""
     goals = []
     for arm in ("blocks", "dedicated", "colocated"):
         for rate in sorted({rate for _, rate in parts}):
@@ -123,7 +123,7 @@ def goals_of(parts):
 
 
 def draw(sums, output):
-    """Write a picture of {(workers, gbits): part of a report}; points are medians."""
+    """Write a picture of {(workers, gbits): part of a report}. Points are medians."""
     groups = {
         f"{part['part']}{title.removeprefix(RATIOS)}": rows
         for part in sums.values()
@@ -146,7 +146,7 @@ def draw(sums, output):
 
 
 def compare(group, name, options):
-    """Every model with every arm in each round."""
+    """Train every model with every arm in each round."""
     figures = Figures(name, {"rounds": options.rounds, "steps": options.steps})
     each = [(model, arm) for model in options.models for arm in options.trained]
     with progress() as shown:

@@ -1,6 +1,6 @@
-"""Training in DDP: an embedding, most of whose gradient is zero, and a dense CNN.
+"""Training in DDP: an embedding with a mostly zero gradient, and a dense CNN.
 
-Every worker draws its own batches, the same ones for each arm.
+Every worker draws its own batches, which are equal for all arms.
 """
 
 import time
@@ -16,13 +16,13 @@ from graphstash.training.reduce import SparseState, Thresholding, sparse_hook
 __all__ = ["MODELS", "TRAINED", "Training"]
 
 ROWS, WIDTH, BAG, BATCH = 200_000, 64, 8, 64
-WARM_UP = 2  # steps: DDP makes its buckets anew after the first
+WARM_UP = 2  # steps: DDP rebuilds its buckets after the first
 
 TRAINED = ("dense", "blocks", "thresholding", "dedicated", "colocated")
 
 
 class Embedding(nn.Module):
-    """48.8 MiB of rows of which a batch uses 512 at most: a recommender's."""
+    """An embedding of 48.8 MiB, as in a recommender. A batch uses at most 512 of its rows."""
 
     def __init__(self):
         super().__init__()
@@ -34,13 +34,13 @@ class Embedding(nn.Module):
 
     @staticmethod
     def batch(drawn):
-        """Popular rows come up more often; a row's label is its parity, a bag's that of most."""
+        """Draw popular rows more often. A row's label is its parity, a bag's is its majority's."""
         rows = (ROWS * torch.rand(BATCH, BAG, generator=drawn) ** 3).long()
         return rows, (2 * (rows % 2).sum(dim=1) > BAG).long()
 
 
 class CNN(nn.Module):
-    """4.5 MiB, most of it in two dense layers."""
+    """A CNN of 4.5 MiB, mostly two dense layers."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ class CNN(nn.Module):
 
     @staticmethod
     def batch(drawn):
-        """Images that are brighter in one of ten columns, the label."""
+        """Draw images that are brighter in one of ten columns, the label."""
         labels = torch.randint(10, (32,), generator=drawn)
         images = torch.rand(32, 1, 28, 28, generator=drawn)
         return images + functional.one_hot(labels, 28)[:, None, None, :], labels
@@ -64,7 +64,7 @@ MODELS = {"embedding": Embedding, "CNN": CNN}
 
 
 class Training:
-    """A model's, on one worker; the buckets are as they stay."""
+    """Training of a model on one worker, with settled buckets."""
 
     def __init__(self, rank, arms, *, model, arm):
         torch.manual_seed(0)
@@ -76,7 +76,7 @@ class Training:
         self.run(WARM_UP)
 
     def run(self, steps):
-        """Seconds for all of these steps."""
+        """Make steps, and return their seconds."""
         began = time.monotonic()
         for _ in range(steps):
             inputs, labels = self._replica.module.batch(self._drawn)
@@ -88,7 +88,7 @@ class Training:
         return time.monotonic() - began
 
     def close(self):
-        """The losses of all steps, each the mean of the workers', and the union's density."""
+        """Return each step's loss, the mean of the workers', and the union's density."""
         found = torch.stack(self._losses)
         distributed.all_reduce(found)
         density = 1.0

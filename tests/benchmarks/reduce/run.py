@@ -1,11 +1,11 @@
-"""Compares ways to add up sparse gradients over links of a given rate, and trains with them.
+"""Compare ways to add up sparse gradients over links of a given rate, and train with them.
 
     .venv/bin/python tests/benchmarks/reduce/run.py [--quick]
 
-Every worker is a process in a network namespace of its own, whose link is shaped (`links.py`); the
-arms are in `arms.py`, the model of time and the formula of bytes in `cells.py`. Without the rights
-for namespaces, which root has, all of them run on loopback: bytes are counted there, too, and times
-say nothing. Writes bench-reduce.md, .json and .png; `make bench-reduce` runs this.
+Every worker is a process in a network namespace of its own with a shaped link (`links.py`).
+`arms.py` has the arms, and `cells.py` the model of time and the formula of bytes. Namespaces
+require root. Without it, all workers run on loopback, where bytes are counted and times mean
+nothing. Writes bench-reduce.md, .json and .png; `make bench-reduce` runs this.
 """
 
 import argparse
@@ -44,7 +44,8 @@ the same, but for what was sent again. The formula has elements and bitmap, and 
 
 def main():
     options = parse_options()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # what is made is removed
+    # So that namespaces are removed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
     written = files_of(options.directory, "bench-reduce")
     kind = Loopback if options.loopback or not has_namespaces() else Star
     report, sums, checks = begin(links=kind.name), {}, Checks()
@@ -78,7 +79,7 @@ def main():
 
 
 def has_namespaces():
-    """Says so where they are not."""
+    """Return whether namespaces are permitted, and print the reason if not."""
     try:
         with Star(1, 1):
             return True
@@ -98,7 +99,7 @@ def cells_of(options, workers):
 
 
 def page_of(report, goals, picture):
-    """The report for people."""
+    """Return the report for people."""
     checks = "\n".join(f"- {each}" for each in report["checks"])
     about = f"On {report['links']}. {EXPLANATION}\n\n{checks}"
     picture = f"![Speed of each arm relative to the ring]({picture})"

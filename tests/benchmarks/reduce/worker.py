@@ -1,13 +1,13 @@
-"""A worker: does what it is asked for on its standard input, a line of JSON each, until that ends.
+"""A worker that executes requests, one JSON line each, until its standard input ends.
 
-    {"prepare": arm, "cell": {...}}        a call of an arm
-    {"call": 123.4}                        makes it when the clock says so
-    {"train": model, "arm": arm}           a training in DDP
-    {"steps": 8}                           makes that many
-    {"losses": true}                       ends it
-    {"sent": arm}                          bytes of payload so far
+    {"prepare": arm, "cell": {...}}        prepares a call of an arm
+    {"call": 123.4}                        makes the call at that time of the clock
+    {"train": model, "arm": arm}           prepares a training in DDP
+    {"steps": 8}                           makes steps of the training
+    {"losses": true}                       ends the training
+    {"sent": arm}                          counts the payload bytes so far
 
-Each is answered by a line of JSON.
+The answer to each request is a line of JSON.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from benchmarks.reduce.cells import BLOCK, Cell
 from benchmarks.reduce.models import Training
 
 TCP_INFO_BYTES_SENT = 200
-"""Offset in Linux's struct tcp_info; what was sent again follows."""
+"""Offset in Linux's struct tcp_info; the count of retransmitted bytes follows."""
 
 
 def main():
@@ -55,7 +55,7 @@ def main():
     worker = Worker(options.rank, arms)
     for line in sys.stdin:
         print(json.dumps(worker.answer(json.loads(line))), file=answers, flush=True)
-    os._exit(0)  # the other ranks may be gone already
+    os._exit(0)  # the other ranks may have ended
 
 
 class Worker:
@@ -101,17 +101,17 @@ class Worker:
         answer = {"seconds": time.monotonic() - at, "cpu": time.process_time() - cpu}
         rows = self._result().view(-1, BLOCK)
         answer["exact"] = bool((rows == self._sums[:, None]).all())
-        if found is not None:  # it counts what it sends
+        if found is not None:  # the code counts its bytes
             whole = isinstance(found, int)
             answer["counted"] = found if whole else found.bitmap_bytes + found.block_bytes
         return answer
 
 
 def tcp_sent():
-    """Bytes of payload on all of this process's connections; what was sent again counts once."""
+    """Return the payload bytes of all connections of this process, without retransmissions."""
     total = 0
     for each in Path("/proc/self/fd").iterdir():
-        with suppress(OSError):  # closed since
+        with suppress(OSError):  # closed meanwhile
             if not str(each.readlink()).startswith("socket:"):
                 continue
             with socket.socket(fileno=os.dup(int(each.name))) as one:

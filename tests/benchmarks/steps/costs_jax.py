@@ -1,4 +1,4 @@
-"""What a job of JAX costs its process, to the end of its uploads.
+"""Measure the costs of a JAX job for its process, to the end of its uploads.
 
     costs_jax.py REPORT {small,gpt} [--count N]
 
@@ -26,7 +26,7 @@ def tell():
     options.report.write_text(json.dumps(costs))
 
 
-atexit.register(tell)  # before JAX is imported, so that it runs after the uploads
+atexit.register(tell)  # registered before JAX is imported, so that it runs after the uploads
 
 import jax
 import numpy as np

@@ -1,4 +1,4 @@
-"""Training steps of the same small GPT on JAX.
+"""Training steps of a small GPT on JAX, the same as in `gpt_torch.py`.
 
     gpt_jax.py REPORT [--plugin]
 

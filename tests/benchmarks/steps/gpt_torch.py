@@ -1,4 +1,4 @@
-"""Training steps of a small GPT on torch, compiled by torch.compile or through torch_xla.
+"""Training steps of a small GPT on torch, through torch.compile or torch_xla.
 
 gpt_torch.py REPORT --backend inductor|xla
 """

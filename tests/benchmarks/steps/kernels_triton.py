@@ -1,4 +1,4 @@
-"""Three kernels of a training step, compiled by Triton for sm_90; no GPU is needed.
+"""Three kernels of a training step, which Triton compiles for sm_90 without a GPU.
 
 kernels_triton.py REPORT
 """

@@ -1,10 +1,10 @@
-"""The arms side by side on one backend: every cell, interleaved, round by round.
+"""Compare the arms on one backend: every cell, interleaved, round by round.
 
     python tests/benchmarks/training/run.py --help
 
-runs this as a process of its own for each backend. In a round every arm runs the same number of
-steps, in an order that rotates; ratios are those of one round, so that what else the machine does
-falls on both sides. The garbage collector is off meanwhile.
+runs this as a process of its own for each backend. In a round, every arm runs the same number of
+steps, in an order that rotates. Ratios compare two arms of one round, so that other load on the
+machine affects both. The garbage collector is off meanwhile.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def main():
 
 
 def measure(cell, arms, device, rounds, figures):
-    """Adds one cell's figures."""
+    """Add one cell's figures."""
     runs = {}
     for arm in arms:
         try:
@@ -98,7 +98,7 @@ def one_round(cell, runs, steps, figures):
     for arm, run in runs.items():
         rates[arm], host, counts = run.block(steps)
         figures.add(RATES, str(cell), arm, rates[arm])
-        if run.device.type != "cpu":  # which computes in this very thread
+        if run.device.type != "cpu":  # a CPU computes in this thread
             figures.add(HOST, str(cell), arm, host)
         for name, count in counts.items():
             figures.add(COSTS, f"{cell.model}, {arm}", name, count)
@@ -113,7 +113,7 @@ def steps_of_a_block(run):
 
 
 def difference(run, other):
-    """The largest relative difference of a loss in the warm-up."""
+    """Return the largest relative difference of a loss in the warm-up."""
     return max(abs(a - b) / abs(b) for a, b in zip(run.losses, other.losses, strict=True))
 
 

@@ -1,7 +1,7 @@
 """Cells of the comparison: a model, an optimizer and a batch size, trained by each arm in turn.
 
-Losses are scaled in every arm, also in bfloat16, which does not need it: it is the work that the
-arms do differently. The batches are on the device beforehand.
+Every arm scales its losses, even in bfloat16, which does not need it, because the arms differ in
+this work. The batches are on the device before the measurement.
 """
 
 import time
@@ -21,8 +21,8 @@ __all__ = ["BATCH_SIZES", "Cell", "Run"]
 BATCH_SIZES = {"MLP": (32, 256), "CNN": (32, 128), "GPT": (2, 8)}
 LEARNING_RATES = {"SGD": 0.01, "Adam": 1e-3, "AdamW": 1e-3}
 CONTEXT = 32
-WARM_UP = 8  # steps, the first few of which compile
-COUNTED = 5  # steps, where counting costs so much that it has a run of its own
+WARM_UP = 8  # steps; the first few compile
+COUNTED = 5  # steps of a separate run, because counting is expensive
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Cell:
         return f"{self.model} {self.batch} {self.optimizer}"
 
     def make_model(self):
-        """Its loss is called with a batch."""
+        """Return the model. Its loss is called with a batch."""
         if self.model == "GPT":
             return GPT(layers=2, width=64, heads=4, context=CONTEXT)
         if self.model == "CNN":
@@ -59,11 +59,11 @@ def noise(batch):
 
 
 class Run:
-    """One arm's training in a cell; settled, that is, all that it compiles is compiled.
+    """One arm's training in a cell, after all its compilations.
 
     Attributes:
-        losses: of the warm-up.
-        compiles: until settled; 0 where nothing tells.
+        losses: losses of the warm-up.
+        compiles: compilations until settled; 0 without a counter.
     """
 
     def __init__(self, cell, arm, device):
@@ -102,7 +102,7 @@ class Run:
         return device_counts(self.device)  # waits, on torch_xla
 
     def block(self, steps):
-        """Runs some steps, from an idle device to an idle device.
+        """Run some steps, from an idle device to an idle device.
 
         Returns:
             Steps per second, milliseconds of this thread's CPU time per step, counts per step.
@@ -118,7 +118,7 @@ class Run:
         return steps / seconds, 1000 * busy / steps, counts
 
     def reads(self):
-        """Reads of the device per step on plain torch, where no metric tells."""
+        """Return device reads per step on plain torch, which has no metric for them."""
         with Reads() as reads:
             for _ in range(COUNTED):
                 self._one_step()

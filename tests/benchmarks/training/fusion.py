@@ -1,11 +1,11 @@
-"""Optimizer fusion: CPU time and memory of a step, fused and not, beside torch and torchtune.
+"""Measure optimizer fusion: CPU time and memory of a step, and those of torch's own ways.
 
     python tests/benchmarks/training/run.py --parts fusion
 
-runs this. Every arm of a cell is a fresh process of one thread. In a round each of them makes the
-same number of steps, one process after the other, in an order that rotates; ratios are those of one
-round. CPU time is the training thread's, because others may use the cores at the same time. Where a
-freed gradient's memory goes is up to the allocator: run it with LD_PRELOAD for another one's.
+runs this. Every arm of a cell is a new process with one thread. In a round, the processes make the
+same number of steps, one after the other, in an order that rotates. Ratios compare two arms of one
+round. CPU time is the training thread's, because other programs may use the cores at the same time.
+The allocator decides when a freed gradient's memory is reused; LD_PRELOAD selects another one.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def main():
 
 
 class Processes(ExitStack):
-    """A process for each arm; called with an arm and a method of its `Run`."""
+    """A process for each arm, called with an arm and a method of its `Run`."""
 
     def __init__(self, cell, arms=ARMS):
         super().__init__()
@@ -87,7 +87,7 @@ class Processes(ExitStack):
 
 
 def measure_time(cell, processes, rounds, figures):
-    """Adds one cell's times."""
+    """Add one cell's times."""
     reference = processes.losses["unfused"]
     for arm in ("backward", "forward"):
         if processes.losses[arm] != reference:
@@ -107,7 +107,7 @@ def measure_time(cell, processes, rounds, figures):
 
 
 def measure_memory(cell, figures):
-    """Adds what the processes of a large model take, each of which is alone."""
+    """Add the memory of a large model. Each process runs alone."""
     for arm in ARMS:
         with Processes(cell, [arm]) as processes:
             figures.add(PEAK, str(cell), arm, processes(arm, "peak") / MIB)

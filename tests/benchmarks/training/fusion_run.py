@@ -1,4 +1,4 @@
-"""One arm's training in one cell, in a process of its own: what fusion does to time and memory.
+"""One arm's training in one cell, in a process of its own: time and memory with and without fusion.
 
     unfused        an optimizer of this package
     backward       the same, fused with backward
@@ -6,9 +6,9 @@
     torch foreach  torch.optim with foreach=True
     torch fused    torch.optim with fused=True
     torchtune      one torch.optim with fused=True for each parameter, in hooks: the few lines of
-                   torchtune's OptimizerInBackwardWrapper, which is not installed for them
+                   torchtune's OptimizerInBackwardWrapper, without installing torchtune
 
-Everything computes in one thread, whose CPU time is taken.
+One thread does all the work, and its CPU time is measured.
 """
 
 import itertools
@@ -28,7 +28,7 @@ __all__ = ["ARMS", "MODELS", "OPTIMIZERS", "Cell", "serve"]
 
 ARMS = ("unfused", "backward", "forward", "torch foreach", "torch fused", "torchtune")
 OPTIMIZERS = {"SGD": {"lr": 1e-3, "momentum": 0.9}, "Adam": {"lr": 1e-4}, "AdamW": {"lr": 1e-4}}
-WARM_UP = 4  # steps, of which fusion watches the first
+WARM_UP = 4  # steps; fusion only observes the first
 BYTES = 256
 MIB = 1024**2
 
@@ -108,7 +108,7 @@ class Cell:
 
 
 class Run:
-    """A training that can be stepped through."""
+    """A training that a caller can step through."""
 
     def __init__(self, cell, arm):
         torch.manual_seed(0)
@@ -163,7 +163,7 @@ class Run:
         return functional.mse_loss(output, torch.zeros_like(output))
 
     def block(self, steps):
-        """Some steps: CPU and wall ms of one, CPU ms of `optimizer.step` in it, its page faults."""
+        """Make steps; return their CPU and wall ms, CPU ms of `optimizer.step`, and page faults."""
         self.in_step = 0.0
         faults = page_faults()
         busy, began = time.thread_time(), time.perf_counter()
@@ -174,7 +174,7 @@ class Run:
         return *times, (page_faults() - faults) / steps
 
     def live_gradients(self):
-        """The most bytes of gradients that are there at once, the one that arrives included."""
+        """Return the peak bytes of gradients, including the gradient that arrives."""
         most = 0
 
         def count(arriving):
@@ -190,7 +190,7 @@ class Run:
 
 
 def serve(connection, cell, arm):
-    """Answers calls of a `Run` until the connection ends; the first answer has its losses."""
+    """Answer calls of a `Run` until the connection ends. The first answer has its losses."""
     torch.set_num_threads(1)
     before = resident_bytes()
     run = Run(cell, arm)

@@ -1,4 +1,4 @@
-"""The goals of the training loops, and their picture: speed relative to the plain loop."""
+"""Goals of the training loops, and their picture: speed relative to the plain loop."""
 
 from benchmarks.plots import panels
 from benchmarks.report import Goal
@@ -10,15 +10,16 @@ __all__ = ["HOST_BOUND", "draw", "fusion_goals_of", "goals_of"]
 COLOURS = {"best": "#8a8a8a", "ours": "#3b75af", "ours-traced": "#e08a1e"}
 
 HOST_BOUND = 0.5
-"""The host is the bottleneck where its thread computes for this part of the best lazy step."""
+"""Minimum share of the best lazy step in which the host's thread computes, if it is the
+bottleneck."""
 
 
 HEAVY = 0.2
-"""From this part of the unfused step on, what the optimizer takes is worth saving."""
+"""Minimum share of the optimizer in the unfused step, if fusion is worthwhile."""
 
 
 def goals_of(parts):
-    """The goals, by what the parts of a report say: their JSON, by name."""
+    """Return the goals, from the JSON of a report's parts by name."""
     tables = parts.get("torch_xla", {}).get("tables", {})
     ratios, bound = tables.get(RATIOS, {}), host_bound(tables)
     goals = [
@@ -43,7 +44,11 @@ def goals_of(parts):
 
 
 def fusion_goals_of(parts):
-    """Where the optimizer takes a fifth of the step, fusion saves a tenth; it costs little else."""
+    """Return the goals of fusion.
+
+    If the optimizer takes a fifth of the step, fusion saves a tenth of the step. Otherwise it costs
+    little.
+    """
     cells = parts.get("fusion", {}).get("tables", {}).get(fusion.RATIOS, {})
     goals = []
     for when in ("backward", "forward"):
@@ -69,7 +74,7 @@ def pick(ratios, other, optimizer="", *, arm="ours"):
 
 
 def host_bound(tables):
-    """The cells where the host is the bottleneck."""
+    """Return the cells in which the host is the bottleneck."""
     return {
         name
         for name, cells in tables.get(HOST, {}).items()
@@ -79,7 +84,7 @@ def host_bound(tables):
 
 
 def draw(parts, output):
-    """Write a picture of every part that compares arms; bars are medians, whiskers all rounds."""
+    """Write a picture of every part that compares arms. Bars are medians, whiskers all rounds."""
     backends = {
         f"{name}: steps per second, relative to the plain loop": part["tables"][RATIOS]
         for name, part in parts.items()

@@ -1,14 +1,14 @@
-"""Overlap: how near the executor's wall time comes to that of the slower half.
+"""Measure overlap: how near the executor's wall time comes to that of the slower half.
 
-Both halves of a step are calibrated to the same time: the device part is a matrix product on one
-core, the host part one of
+Both halves of a step are calibrated to the same time. The device half is a matrix product on one
+core. The host half is one of
 
-    sleep     waits outside of the interpreter: reading files, the network
-    native    computes outside of it on another core: decoding, tokenizing
-    python    computes inside of it, so that both sides need the interpreter lock
+    sleep     waits outside the interpreter, as for files or the network
+    native    computes outside the interpreter on another core, as decoding and tokenizing
+    python    computes inside the interpreter, so that both halves need the interpreter lock
 
-and for the last one also against a device part of many small operations, each of which gives up the
-lock and has to get it back.
+and the last one also runs against a device half of many small operations, each of which releases
+and reacquires the lock.
 """
 
 import statistics
@@ -28,7 +28,7 @@ DEPTH = 2
 
 
 def measure(figures, rounds, steps):
-    """Add every pair of halves, its four arms interleaved in each round."""
+    """Add every pair of halves, with its four arms interleaved in each round."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -86,7 +86,7 @@ def count():
 
 
 def calibrate(part):
-    """Return the part at the size at which it takes SECONDS."""
+    """Return the part with the size at which it takes SECONDS."""
     size = 1
     for _ in range(6):
         taken = statistics.median(per_step(1, part, size) for _ in range(5))
@@ -100,7 +100,7 @@ def repeat(part, times):
 
 
 def per_step(steps, run, *arguments):
-    """Return milliseconds."""
+    """Return milliseconds per step."""
     started = time.perf_counter()
     run(*arguments)
     return (time.perf_counter() - started) / steps * 1000

@@ -1,11 +1,11 @@
-"""Compares training loops: the plain one, the best there was, ours, and ours traced.
+"""Compare training loops: the plain one, the fastest known one, and graphstash's, lazy and traced.
 
     .venv/bin/python tests/benchmarks/training/run.py [--quick]
 
-Runs on every backend that is there (torch_xla, CUDA, plain torch on the CPU; the last one with one
-batch size only, since there each traced step takes torch.compile half a minute), then measures how
-well the executor overlaps and what optimizer fusion does to time and memory, and writes
-bench-training.md, .json and .png. `make bench-training` runs this.
+Runs on every available backend: torch_xla, CUDA, and plain torch on the CPU. The CPU has only one
+batch size, because torch.compile takes half a minute there for each traced step. Then measures the
+overlap of the executor, and the time and memory of optimizer fusion. Writes bench-training.md,
+.json and .png. `make bench-training` runs this.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def main():
 
 
 def measure_loops(report, backend, options):
-    """In a process for each backend."""
+    """Measure the loops in a process for each backend."""
     env = environment(EXAMPLES, TORCHINDUCTOR_COMPILE_THREADS="1")
     if backend == "torch_xla":
         env = {"PJRT_DEVICE": "CPU"} | env
@@ -76,7 +76,7 @@ def measure_loops(report, backend, options):
 
 
 def measure_fusion(report, options):
-    """In processes of one thread each."""
+    """Measure fusion in processes of one thread each."""
     output = options.directory / "bench-training-fusion.json"
     given = ["--rounds", options.rounds, "--optimizers", *options.optimizers]
     given += ["--batch-sizes", "1", "32"] if options.quick else []
@@ -85,7 +85,7 @@ def measure_fusion(report, options):
 
 
 def backends_here():
-    """What there is to run on; does not start any of it."""
+    """Return the available backends without starting any of them."""
     import torch
 
     there = {

@@ -1,4 +1,4 @@
-"""Runs searchers on a problem with paired seeds, and says how they compare with random search."""
+"""Run searchers on a problem with paired seeds, and compare them with random search."""
 
 import math
 from dataclasses import dataclass
@@ -22,26 +22,26 @@ ARMS = {
     "xgboost": ("xgboost", {}),
     "rnn": ("rnn", {}),
 }
-"""What is compared: a searcher and its options."""
+"""Arms: searchers and their options."""
 
 SHARES = (0.001, 0.005, 0.01, 0.05)
-"""Of a space, that have been measured when the best so far is looked at."""
+"""Shares of a space after which the best cost so far is reported."""
 
 FINALISTS = 5
-"""Of a search, which are measured again where costs are not exact."""
+"""Number of a search's best configurations that are measured again if costs are not exact."""
 
 NEAR = 0.05
-"""How far above the best known a cost may be to count as reached."""
+"""Maximum relative distance from the best known cost that counts as reached."""
 
 REMEASURED = "re-measured"
 
 PAPER = {"xgboost": 0.24, "rnn": 0.40}
-"""The time of the best kernel that G-BFS saved of these after 0.1 % of the space: 512 to 2048 cubed
-on one GPU (arXiv 1909.10616)."""
+"""Time of G-BFS's best kernel, as a saving relative to these, after 0.1 % of the space: 512 to 2048
+cubed on one GPU (arXiv 1909.10616)."""
 
 
 def points_of(problem, most):
-    """After how many measurements: by their share of the space, none above `most`."""
+    """Return the measurement counts of `SHARES`, by share, without those above `most`."""
     points = {share: max(1, math.ceil(share * problem.space.size)) for share in SHARES}
     return {share: count for share, count in points.items() if share <= most}
 
@@ -53,8 +53,8 @@ class Run:
     Attributes:
         best: the lowest cost after 1, 2, ... measurements.
         seconds: wall time until then, of choosing and measuring.
-        failed: how many configurations did not work.
-        final: the lowest cost of its best few, measured against those of the other arms; None where
+        failed: number of configurations that did not work.
+        final: the lowest cost of its finalists, measured against those of the other arms; None if
             costs are exact.
     """
 
@@ -65,7 +65,7 @@ class Run:
 
 
 def compare(problem, arms, seed, most):
-    """What each arm finds with a seed. They take turns, so that load meets all of them alike."""
+    """Return each arm's search with a seed. Arms take turns, so that load affects all alike."""
     searches = {arm: _Search(problem, arm, seed) for arm in arms}
     budget = max(points_of(problem, most).values())
     for _ in range(budget):
@@ -98,22 +98,22 @@ class _Search:
     def run(self, budget):
         costs = [trial.cost for trial in self._searcher.trials]
         best, seconds = list(accumulate(costs, min)), list(accumulate(self._seconds))
-        rest = budget - len(costs)  # of a space that has no more
+        rest = budget - len(costs)  # the space has no more configurations
         return Run(best + rest * best[-1:], seconds + rest * seconds[-1:], costs.count(math.inf))
 
     def finalists(self):
-        """Its best few, as `graphstash.tuning.tuner.search` takes."""
+        """Return the finalists, as `graphstash.tuning.tuner.search` chooses them."""
         cheapest = sorted(self._searcher.trials, key=lambda trial: trial.cost)
         return [trial.configuration for trial in cheapest[:FINALISTS]]
 
 
 def best_known(problem, runs):
-    """The lowest cost of the space, or else of what was measured; finalists are not counted."""
+    """Return the lowest cost of the space, or of all measurements, without finalists."""
     return problem.optimum or min(run.best[-1] for each in runs.values() for run in each)
 
 
 def rows_of(problem, runs, most):
-    """For each arm what the report says: best so far over the best known, and the comparison."""
+    """Return each arm's rows of the report: best so far over the best known, and the comparison."""
     known = best_known(problem, runs)
     if problem.compare is not None:
         finals = [min(run.final for run in seed) for seed in zip(*runs.values(), strict=True)]
@@ -133,7 +133,7 @@ def rows_of(problem, runs, most):
 
 
 def saved(rows):
-    """How much less time the best kernel of `g-bfs` takes than that of those in `PAPER`."""
+    """Return the share of time that `g-bfs`'s best kernel saves, relative to those in `PAPER`."""
     shares = {}
     for arm in PAPER:
         if arm in rows and "g-bfs" in rows:
@@ -154,7 +154,7 @@ def _seconds(runs, known):
 
 
 def _until(run, cost):
-    """Measurements and seconds until a cost was reached."""
+    """Return the measurements and seconds until a cost was reached."""
     for count, (best, seconds) in enumerate(zip(run.best, run.seconds, strict=True), 1):
         if best <= cost:
             return count, seconds

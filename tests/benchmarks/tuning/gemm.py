@@ -1,7 +1,7 @@
 """Matrix multiplications that TVM compiles and this CPU runs, as problems for searchers.
 
-TVM has an environment of its own, which is made on first use. Searchers stay here; a process of
-that environment measures what they ask for.
+TVM has an environment of its own, which is made on first use. Searchers stay in this process; a
+process of that environment measures for them.
 """
 
 import json
@@ -20,7 +20,7 @@ MEASURER = Path(__file__).with_name("tvm_measurer.py")
 
 
 def gemms(lengths):
-    """For each length a problem: square matrices of float32, loops split into 4, 2 and 4."""
+    """Yield a problem for each length: square matrices of float32, loops split into 4, 2 and 4."""
     for length in lengths:
         space = GemmSpace(length, length, length)
         with subprocess.Popen(
@@ -30,7 +30,7 @@ def gemms(lengths):
             text=True,
         ) as measurer:
             compare = partial(_costs, measurer, space)
-            _cost(compare, space.start)  # starts what measures, at nobody's expense
+            _cost(compare, space.start)  # starts the measurer outside the measured time
             yield Problem(f"TVM {length}^3", space, partial(_cost, compare), compare=compare)
 
 

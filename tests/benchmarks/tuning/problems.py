@@ -1,6 +1,6 @@
-"""What searchers are compared on: lattices with synthetic costs, and tables that were measured.
+"""Problems for searchers: lattices with synthetic costs, and tables of earlier measurements.
 
-A problem that is measured while it is searched needs nothing else: `Problem(name, space, measure)`.
+A problem that is measured during the search needs only `Problem(name, space, measure)`.
 """
 
 import csv
@@ -19,15 +19,15 @@ __all__ = ["Problem", "lattices", "table"]
 
 @dataclass
 class Problem:
-    """Something to tune.
+    """A tuning problem.
 
     Attributes:
-        name: for the report.
-        space: what is searched.
-        measure: the cost of a configuration; infinity where it does not work.
-        optimum: the lowest cost of all, where it is known.
-        compare: the costs of configurations that are measured against each other, where a cost is
-            not exact; None where it is.
+        name: name in the report.
+        space: space to search.
+        measure: the cost of a configuration; infinity if it does not work.
+        optimum: the lowest cost of all, if it is known.
+        compare: the costs of configurations that are measured against each other, if a cost is not
+            exact; None if it is.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Problem:
 
 
 def lattices(lengths):
-    """Every tiling has a cost that is computed, so that the optimum is known."""
+    """Yield problems whose costs are computed, so that the optimum is known."""
     for length in lengths:
         space = GemmSpace(length, length, length)
         for name, cost in COSTS.items():
@@ -49,8 +49,10 @@ def lattices(lengths):
 
 
 def table(file):
-    """A file of CSV, perhaps compressed: a column for each parameter, then `milliseconds`, which is
-    `invalid` for what did not work.
+    """Return the problem of a CSV file, perhaps compressed.
+
+    The file has a column for each parameter, then `milliseconds`, which is `invalid` for a
+    configuration that did not work.
     """
     opened = partial(gzip.open, mode="rt") if file.suffix == ".gz" else open
     with opened(file, newline="", encoding="utf-8") as lines:

@@ -1,11 +1,11 @@
-"""Compares searchers on lattices, on tables of measured kernels, and on TVM.
+"""Compare searchers on lattices, on tables of measured kernels, and on TVM.
 
     .venv/bin/python tests/benchmarks/tuning/run.py [--tables FOLDER] [--gemm LENGTH ...]
 
-Lattices and tables are looked up, so that many seeds take minutes; every seed is shared by all
-searchers. A table is a file of CSV, perhaps with .gz: a column for each parameter, then
-`milliseconds`, which is a number or `invalid`. `--gemm` adds matrix multiplications that TVM
-compiles; choose what is affordable, at 0.2 to 1 s a measurement:
+Costs of lattices and tables are looked up, so many seeds take minutes. All searchers share every
+seed. A table is a CSV file, perhaps with .gz: a column for each parameter, then `milliseconds`,
+which is a number or `invalid`. `--gemm` adds matrix multiplications that TVM compiles. A
+measurement takes 0.2 to 1 s, so choose an affordable size:
 
     --lattices --gemm 256 512 1024 --seeds 5 --most 0.001
 
@@ -78,11 +78,12 @@ def problems(options):
 
 
 def facts(problem, runs, most):
-    """What the report says of a problem, after as many seeds as have run."""
+    """Return the report's facts about a problem, after the seeds so far."""
     seeds = len(next(iter(runs.values())))
     found = {"size": problem.space.size, "seeds": seeds, "load": os.getloadavg()}
     found["rows"] = rows_of(problem, runs, most)
-    if problem.compare is not None:  # cannot be repeated exactly, so all of it is kept
+    # A measurement cannot be repeated exactly, so the report keeps all of them.
+    if problem.compare is not None:
         found["runs"] = {arm: [asdict(run) for run in each] for arm, each in runs.items()}
     return found
 
@@ -119,7 +120,7 @@ def medians(runs):
 
 
 def pages(report, picture):
-    """The report for people."""
+    """Return the report for people."""
     about = report["machine"]
     lines = [
         "# Searchers",
@@ -140,7 +141,7 @@ def pages(report, picture):
 
 
 def savings(rows):
-    """Beside what the paper found."""
+    """Return the savings beside those in the paper."""
     found = {arm: f"{round(100 * share)}%" for arm, share in saved(rows).items()}
     return "; ".join(
         f"{found.get(arm, 'not compared')} of {arm}'s (paper: {share:.0%})"

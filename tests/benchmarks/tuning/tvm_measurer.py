@@ -1,10 +1,10 @@
-"""Measures matrix multiplications of TVM for a process in another environment.
+"""Measure matrix multiplications of TVM for a process in another environment.
 
     python tvm_measurer.py M K N
 
 Each line of standard input is a list of configurations as JSON, each line of standard output the
-list of their measurements. One alone is measured as in a search; several in turns, in a new process
-and more thoroughly, as the cheapest of a search have to be.
+list of their measurements. A single configuration is measured as in a search. Several are
+finalists: they are measured in turns, in a new process and more thoroughly.
 """
 
 import json
