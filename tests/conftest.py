@@ -327,8 +327,7 @@ def start_on_postgresql(tmp_path_factory, postgres):
 
 @pytest.fixture(scope="session", params=["sqlite", "postgresql"])
 def start_once(request):
-    """Return the function that starts each kind of server once, on the database of the
-    parameter."""
+    """Return the function that starts each kind of server once, on the parameter's database."""
     return request.getfixturevalue(f"start_on_{request.param}")
 
 

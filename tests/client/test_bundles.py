@@ -29,8 +29,7 @@ KEYS = (key_of(1), key_of(2), key_of(3, kind="triton", device="cuda-sm_90"))
 
 @pytest.fixture
 def filled(hosts):
-    """Return a function that publishes three described artifacts; two are in the manifest
-    `nightly`."""
+    """Return a function that publishes three described artifacts, two in the manifest `nightly`."""
 
     def fill(**settings):
         host = hosts("publisher", **settings)

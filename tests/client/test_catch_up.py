@@ -64,8 +64,7 @@ def down():
 
 @pytest.fixture
 def up(server, down):
-    """Return a function that starts the server at the URL of `down`, behind a link that records
-    requests."""
+    """Return a function that starts the server at the URL of `down`; it records requests."""
 
     def start():
         return SlowLink(server.port, round_trip_seconds=0, port=int(down.rpartition(":")[2]))
@@ -75,8 +74,7 @@ def up(server, down):
 
 @pytest.fixture
 def run(down, tmp_path, namespace):
-    """Return a function that runs the job on a host and returns the counters of each of its
-    processes."""
+    """Return a function that runs the job on a host and returns each process's counters."""
 
     def run(host, *, launcher=(), **variables):
         stats = tmp_path / f"{host}.jsonl"
@@ -132,8 +130,7 @@ def puts(link):
 
 
 def explained(command, url, namespace):
-    """Return the label, description and metadata that users see, for each artifact of a
-    namespace."""
+    """Return each artifact's label, description and metadata, as users see them."""
     listed = json.loads(command("ls", "--json", url=url, namespace=namespace).stdout)["artifacts"]
     shown = {}
     for each in listed:

@@ -1,5 +1,4 @@
-"""Jobs that must exit instead of compiling, as real processes, with and without `graphstash
-run`."""
+"""Jobs that must exit instead of compiling, in real processes, most under `graphstash run`."""
 
 import os
 import signal
@@ -161,8 +160,7 @@ def test_nested_compilation_counts_once_towards_the_limit_of_a_running_one(monke
 
 
 def test_exiting_process_waits_for_thread_that_ends_the_run(settings):
-    """Otherwise other processes would wait for the end, and the run would continue without a
-    limit."""
+    """Otherwise other processes would wait for the end, and the run would have no limit."""
     code = """
 import threading
 session, is_ending = graphstash.install(), threading.Event()

@@ -143,8 +143,7 @@ def test_explanation_without_server_names_the_reason_and_a_hostile_label_in_one_
 
 
 def test_another_servers_record_and_records_open_to_others_are_not_used(host, explain):
-    """The command contacts only the server that this user has set, because the request has the
-    token."""
+    """Only the server that this user has set gets the request, because it contains the token."""
     other = explain("host", GRAPHSTASH_URL="http://127.0.0.1:9", GRAPHSTASH_TOKEN="secret")
     assert other.returncode == 1
     assert "the last run used http://" in other.stderr

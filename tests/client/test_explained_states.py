@@ -38,8 +38,7 @@ def team(tmp_path_factory):
 
 @pytest.fixture
 def run(jobs, team, namespace, tmp_path):
-    """Return a function that runs a job on a host. Its programs have parts that no other test
-    uses."""
+    """Return a function that runs a job on a host. Parts of its programs are unique to the test."""
     script = tmp_path / "train.py"
     script.write_text(JOB)
 

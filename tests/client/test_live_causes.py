@@ -46,8 +46,7 @@ def box(server):
 
 @pytest.fixture
 def run(jobs, box, namespace, tmp_path):
-    """Return a function that runs a job with programs unique to the test and returns its miss
-    lines."""
+    """Return a function that runs a job with unique programs and returns its miss lines."""
 
     def run(host, *lines, **settings):
         script = tmp_path / "train.py"
@@ -161,8 +160,7 @@ def test_live_run_without_server_names_the_reason(run):
 
 @pytest.mark.parametrize("fault", ["hangs", "fails", "is unknown"])
 def test_explanation_that_fails_costs_no_look_up(run, box, fault):
-    """Otherwise the job's circuit breaker would open, and a busy answer would pause all its
-    calls."""
+    """Otherwise the circuit breaker would open, and a busy answer would pause all calls."""
     run("a", *(f"build('old{number}_ns')" for number in range(4)))
     ended = threading.Event()
     answers = {"fails": 503, "is unknown": 404}

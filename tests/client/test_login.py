@@ -71,8 +71,7 @@ def login(guarded, place):
 
 @pytest.fixture
 def access(guarded, place):
-    """Return a function that reads the token's file and returns the access that the server
-    grants."""
+    """Return a function that returns the access granted to the token in the file."""
 
     def access():
         token = Credentials(ClientConfig(url=guarded.url, token_file=place)).token()

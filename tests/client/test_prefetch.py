@@ -95,8 +95,7 @@ def scripts(server, tmp_path_factory):
 
 @pytest.fixture
 def run(link, scripts, tmp_path):
-    """Return a function that runs the job on a host and returns the counters of each of its
-    processes."""
+    """Return a function that runs the job on a host and returns each process's counters."""
 
     def run(host, *arguments, options=(), script="train.py", launcher=(), **variables):
         stats = tmp_path / f"{host}.jsonl"
@@ -297,8 +296,8 @@ def test_one_process_of_a_run_prefetches_for_all_of_its_host(run, writer, link):
 
 
 def test_one_writer_cannot_displace_the_artifacts_of_others(guarded, hosts):
-    """The writer claims the longest compile times and lists its artifacts in another team's
-    manifest."""
+    """The writer claims the longest compile times, and lists its artifacts for the job of
+    others."""
 
     def publish(numbers, seconds, size=1000):
         token = guarded.token("write:shared")
@@ -338,8 +337,7 @@ def test_many_small_artifacts_of_one_writer_precede_no_large_artifact_of_another
 def test_bytes_that_fail_verification_count_against_the_limit(
     hosts, link, team, namespace, monkeypatch
 ):
-    """Sizes in an earlier namespace are unknown before the download, and its artifacts are
-    unsigned."""
+    """An earlier namespace's sizes are unknown in advance, and its artifacts are unsigned."""
     monkeypatch.setattr(prefetch, "_WORKERS", 1)
     junk = hosts("junk", namespace=f"{namespace}-2")
     for number in range(10):

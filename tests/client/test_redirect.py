@@ -33,8 +33,7 @@ def bucket(moto):
 
 @pytest.fixture(scope="module")
 def one_proxy(moto):
-    """A proxy before the bucket, for the server and for clients. Only requests of links can
-    fail."""
+    """A proxy before the bucket, for the server and for clients. Faults affect only links."""
     with S3Proxy(moto.port) as proxy:
         proxy.strikes = is_linked
         yield proxy

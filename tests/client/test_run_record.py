@@ -52,8 +52,7 @@ def start(tmp_path):
 
 @pytest.fixture
 def save(config, tmp_path):
-    """Return a function that leaves the record and the lock of another run, as an exiting process
-    does."""
+    """Return a function that leaves another run's record and lock, as an exiting process does."""
 
     def save(run):
         folder = tmp_path / "a" / "records" / run

@@ -165,8 +165,7 @@ def test_artifact_allowed_by_policy_is_decompressed(
     ("size", "policy"), [(0, "require"), (2**20, "prefer"), (2**20 + 1, "off")]
 )
 def test_bytes_behind_payload_on_disk_are_ignored(hosts, team, policy, size):
-    """The payload is random, so that pieces of the payload and of the file end at the same
-    offsets."""
+    """The payload is random, so pieces of the payload and of the file end at the same offsets."""
     payload = os.urandom(size)
     hosts("ci", signing_key=team.trust("ci")).put(key(), payload, metadata())
     reader = hosts("reader", trusted_keys=team.file, signatures=policy)

@@ -146,8 +146,7 @@ def test_client_certificate_is_accepted_by_server_that_requires_it(
 
 @pytest.fixture(params=["ours", "with alerts"])
 def demanding(request, authority, mutual):
-    """The URL of a server that requires a client certificate. Only one of the two reports its
-    absence."""
+    """The URL of a server that requires a client certificate. Only one reports its absence."""
     if request.param == "ours":
         yield mutual.url
         return

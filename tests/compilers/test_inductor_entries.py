@@ -1,5 +1,4 @@
-"""torch's remote caches in this process: a function computes the same result under any cache
-fault."""
+"""torch's remote caches in this process: a function's result does not depend on the cache."""
 
 import base64
 import json
@@ -266,8 +265,7 @@ def test_settings_that_change_before_a_loaded_backward_end_sharing(host, late):
     ids=["mode", "option", "private option", "option and a setting that changes"],
 )
 def test_options_of_torch_compile_are_not_settings_that_change(host, how, late):
-    """torch applies the options when it compiles the backward graph, but not while the graph
-    runs."""
+    """torch applies the options when it compiles the backward graph, but not when it runs it."""
     with host("a") as a:
         train({}, **how)
         assert a.stats.fallbacks == {}

@@ -28,8 +28,7 @@ def both(server, namespace, tmp_path, jobs):
 
 @pytest.fixture
 def run(both):
-    """Return a function that runs a case on two hosts and checks that the second compiles
-    nothing."""
+    """Return a function that runs a case on two hosts; the second must compile nothing."""
 
     def run(environment, case, **keywords):
         cold, warm, built, built_again = both(environment, case, **keywords)
@@ -71,8 +70,7 @@ def test_second_host_traces_forward_pass_again_only_with_gradients(run, environm
 
 
 def test_second_host_publishes_nothing_of_tensors_in_shards(both):
-    """With 2.15, the mesh is an input of both graphs. The second host still finds the C++
-    objects."""
+    """With 2.15, the mesh is an input of both graphs. The second host finds the C++ objects."""
     cold, warm, _, built = both("torch-newest", "tensor_parallel")
     assert warm.report["compiles"] == 2
     assert warm.stats["fallbacks"] == {"unshareable": 3}

@@ -18,8 +18,7 @@ REASONS = {
 
 @pytest.fixture(scope="module")
 def report_of(jobs, server, tmp_path_factory):
-    """Return a function that returns one process's report for an environment, once per
-    environment."""
+    """Return a function that runs one process per environment and returns its report."""
 
     @cache
     def report_of(environment):

@@ -12,8 +12,7 @@ SIZE = 3
 
 @pytest.fixture(params=each_of({"": "", "torch-newest": "torch-newest"}))
 def ranks(request, jobs, server, namespace, tmp_path):
-    """Return a function that runs the ranks of a torch job. `broken` ranks cannot reach the
-    cache."""
+    """Return a function that runs a torch job. Its `broken` ranks cannot reach the cache."""
     settings = {"cases": "inductor", "environment": request.param, "namespace": namespace}
     variables = {"TORCHINDUCTOR_CACHE_DIR": "HOST/inductor"}
     with CompilerJobs(tmp_path, jobs=jobs, variables=variables, **settings) as made:
@@ -97,8 +96,7 @@ def test_ranks_share_results_if_no_rank_reaches_the_cache(ranks):
 
 @pytest.fixture(params=each_of({"": "", "jax-oldest": "jax-oldest"}))
 def processes(request, jobs, server, namespace, tmp_path):
-    """Return a function that runs all processes of a JAX job. `broken` ones cannot reach the
-    cache."""
+    """Return a function that runs a JAX job. Its `broken` processes cannot reach the cache."""
     with JaxJobs(tmp_path, jobs=jobs, environment=request.param, namespace=namespace) as made:
 
         def run(name, *, broken=()):

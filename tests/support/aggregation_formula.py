@@ -9,8 +9,7 @@ __all__ = ["rounds_of", "streams_of"]
 
 
 def streams_of(blocks: int, capacity: int, pool: int) -> int:
-    """Return the number of streams of a tensor. A stream of a dense tensor has at least two
-    datagrams."""
+    """Return the number of streams. Each stream of a dense tensor has at least two datagrams."""
     datagrams = -(-blocks // capacity)
     return max(1, min(pool, -(-datagrams // 2)))
 

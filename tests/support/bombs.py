@@ -18,8 +18,7 @@ _MAGIC = b"\x28\xb5\x2f\xfd"
 
 
 def frame(size_bytes: int, *, window_log: int = 17) -> bytes:
-    """Return a frame of zeros in run-length blocks (RFC 8878 section 3.1.1): 4 bytes for each 128
-    KiB."""
+    """Return zeros in run-length blocks (RFC 8878 section 3.1.1): 4 bytes for each 128 KiB."""
     head = _MAGIC + b"\0" + bytes([(window_log - 10) << 3])
     block = struct.pack("<I", _BLOCK_BYTES << 3 | 1 << 1)[:3] + b"\0"
     last = struct.pack("<I", _BLOCK_BYTES << 3 | 1 << 1 | 1)[:3] + b"\0"

@@ -44,8 +44,7 @@ def variables_of(*names: str) -> set[str]:
 
 
 def copy_build_context(target: Path) -> None:
-    """Copy the files that `docker build` receives: .dockerignore excludes all but those that it
-    names."""
+    """Copy the files that `docker build` receives, which .dockerignore names."""
     root = DOCKER.parent
     for line in (root / ".dockerignore").read_text().splitlines():
         if line.startswith("!"):

@@ -28,8 +28,7 @@ def key_of(number: int, kind: str = "jax") -> ArtifactKey:
 
 
 class Team:
-    """A team that uses one namespace of a server, with a token for writing if the server requires
-    one."""
+    """A team that uses one namespace of a server, with a token if the server requires one."""
 
     def __init__(self, url: str, namespace: str, token: str | None = None) -> None:
         headers = {"Authorization": f"Bearer {token}"} if token else {}

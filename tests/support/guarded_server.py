@@ -143,8 +143,7 @@ class GuardedServer(Callers, ServerProcess):
 
     @contextmanager
     def withstands(self) -> Iterator[Counter[str]]:
-        """Require that the block changes nothing, and count the refusals of the block by error
-        code."""
+        """Require that the block changes nothing, and count its refused requests by error code."""
         refused: Counter[str] = Counter()
         before, counted = self.picture(), Counter(self.stats()["refused"])
         yield refused

@@ -25,8 +25,7 @@ class Request(NamedTuple):
 
 @dataclass
 class Answer:
-    """An answer to the client. Content-Length is the body's length unless the headers contain
-    one."""
+    """An answer to the client. Content-Length is the body's length unless the headers have one."""
 
     status: int
     headers: dict[str, str]

@@ -55,8 +55,7 @@ def python(
 def started(
     program: str, *arguments: object, **variables: object
 ) -> Iterator[subprocess.Popen[str]]:
-    """Start the text of a program with pipes for input and output. Kill the process after the
-    block."""
+    """Start the text of a program, with pipes for input and output. Kill it after the block."""
     with subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)],
         env=os.environ | {name: str(value) for name, value in variables.items()},
@@ -98,8 +97,7 @@ def graphstash_unread(*arguments: object, **variables: object) -> tuple[int, str
 def graphstash_on_terminal(
     *arguments: object, is_output_shown: bool = False, **variables: object
 ) -> tuple[int, str]:
-    """Run a command whose errors go to a terminal. Return its status and the terminal's
-    contents."""
+    """Run a command whose errors go to a terminal. Return its status and the terminal's text."""
     reading, writing = pty.openpty()
     with open(reading, "rb", buffering=0) as screen:  # noqa: PTH123 - of a descriptor
         with os.fdopen(writing) as terminal:

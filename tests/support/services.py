@@ -130,8 +130,7 @@ class ServiceClient:
         await pin_in(self.context.database, [key_of(number, namespace) for number in numbers])
 
     async def evict_one(self) -> bool:
-        """Evict the artifact of least value, and its blob. Return False if all artifacts must
-        stay."""
+        """Evict the artifact of least value, and its blob. Return False if all must stay."""
         async with self.context.database.reading() as connection:
             stored = await stored_bytes(connection)
         is_evicted = await self.context.evictor.shrink(

@@ -8,8 +8,7 @@ HTML = {"Accept": "text/html,application/xhtml+xml"}
 
 
 def sign_in(url: str, token: str, *, origin: str | None = None, **fields: str) -> httpx.Client:
-    """Return a client that has sent the form. Its cookies are those of the session, if there is
-    one.
+    """Return a client that has sent the form, with the cookies of the session, if there is one.
 
     The token is `client.token`, and the answer to the form `client.answer`.
     """

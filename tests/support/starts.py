@@ -180,8 +180,7 @@ def _own_status() -> str:
 
 
 def _inherited() -> tuple[str, list[str]]:
-    """Return the process attributes that a child inherits besides environment, folder, umask and
-    streams."""
+    """Return what a process inherits besides environment, folder, umask and streams."""
     return Path("/proc/self/limits").read_text(), _INHERITED.findall(_own_status())
 
 

@@ -100,8 +100,7 @@ use = egg:swift#dlo
 
 
 class Swift(AnyS3):
-    """A Swift; a context manager. Attributes: `url`, `access_key`, `secret_key`, and boto3's
-    `client`.
+    """A running Swift; a context manager with boto3's `client`.
 
     Swift listens on one address of this host, because containers cannot reach the loopback.
     """

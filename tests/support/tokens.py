@@ -97,8 +97,7 @@ class Guarded(Callers):
         self._public: set[str] = set()
 
     def api(self, namespace: str, *grants: str) -> Api:
-        """Return a namespace with a new token for these grants, or with the administrator's
-        token."""
+        """Return a namespace with a new token for these grants, or with the administrator's."""
         token = self.token(*grants) if grants else self.admin
         self._apis.append(Api(self.url, namespace, token))
         return self._apis[-1]
@@ -109,8 +108,7 @@ class Guarded(Callers):
             self._public.add(namespace)
 
     def end_public(self) -> None:
-        """Close the namespaces that a test has opened to the public, because other tests share the
-        server."""
+        """Close the namespaces that a test has opened, because other tests share the server."""
         while self._public:
             self.set_policy(self._public.pop())
 

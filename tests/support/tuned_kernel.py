@@ -1,5 +1,4 @@
-"""An invented kernel that logs each build and its visible GPUs to a file: `task`, and failing
-tasks."""
+"""Tasks of an invented kernel, which logs each build and its visible GPUs to a file."""
 
 import os
 import signal

@@ -29,8 +29,7 @@ def valley(values: Values) -> float:
 
 
 def ridge(values: Values) -> float:
-    """Return the cost of a model of caches and vectors: large tiles miss the cache, small tiles
-    wait."""
+    """Return the cost in a model of caches and vectors: large tiles miss, small tiles wait."""
     m, n, k = _tile(values, "m", 2, 3), _tile(values, "n", 2, 3), values["k_1"]
     footprint = m * k + k * n + m * n
     misses = 1 / m + 1 / n + 0.5 / k + (0 if footprint <= 256 else math.log2(footprint / 256))
@@ -72,6 +71,5 @@ def best_so_far(searcher: Searcher, cost: Callable[[Values], float], budget: int
 
 
 def area_above(best: Sequence[float], optimum: float) -> float:
-    """Return the mean over measurements of log(best so far / optimum), or log 100 before any
-    works."""
+    """Return the mean of log(best so far / optimum); log 100 before any measurement worked."""
     return sum(math.log(min(each / optimum, 100)) for each in best) / len(best)

@@ -93,8 +93,7 @@ def next_request(requests: socket.socket) -> dict[str, Any]:
 
 
 def keep(pid: int, answers: socket.socket) -> None:
-    """Send the ID and then the exit status of a process. Reap the process after the status is
-    read."""
+    """Send the ID and then the exit status of a process. Reap it once the status is read."""
     try:
         answers.send(str(pid).encode())
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)

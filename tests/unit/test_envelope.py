@@ -63,8 +63,7 @@ def test_truncated_envelope_is_refused(tmp_path, is_proven):
 
 @pytest.mark.parametrize("is_proven", [True, False])
 def test_every_flipped_bit_is_refused_or_changes_nothing(tmp_path, is_proven):
-    """For a proven blob, the frame's checksum detects the flip, because SHA-256 is computed only
-    once."""
+    """A proven blob's SHA-256 is not computed twice, so the frame's checksum detects the flip."""
     payload = bytes(range(256)) * 4
     _, blob = sealed(tmp_path, payload)
     for position in range(len(blob)):

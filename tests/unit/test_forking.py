@@ -1,5 +1,4 @@
-"""A process forks while a background thread of the cache works, and its child finds no lock
-held."""
+"""A process forks while a background thread works, and its child finds no lock held."""
 
 import os
 import signal

@@ -10,8 +10,7 @@ from graphstash._compile.saved_time import SavedTime
 
 
 class Together:
-    """Run works in threads that live at the same time, so that no thread reuses another's
-    number."""
+    """Run works in threads that overlap, so that no thread reuses another's number."""
 
     def __init__(self, *works):
         everyone = threading.Barrier(len(works))

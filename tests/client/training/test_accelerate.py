@@ -125,8 +125,7 @@ def test_no_step_reads_the_device(accelerate):
 
 
 class Scaled:
-    """Accelerate's optimizer wrapper with a scaler, which Accelerator creates only on
-    accelerators."""
+    """Accelerate's optimizer wrapper with a scaler, which an Accelerator on a CPU lacks."""
 
     def __init__(self, accelerate, make, when=None):
         accelerate.Accelerator(cpu=True)

@@ -151,8 +151,7 @@ def secret(tmp_path):
 
 
 def are_going(directory):
-    """Return whether all ranks have made 20 sums. A rank that ended earlier would wait here for
-    ever."""
+    """Return whether all ranks have made 20 sums. If a rank had ended before, this would hang."""
     return len(list(directory.glob("going-*"))) == WORLD
 
 

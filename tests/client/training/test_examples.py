@@ -19,8 +19,7 @@ COSTS = "Per step between boundaries, over all cells of the model"
 
 @pytest.fixture
 def train_digits(monkeypatch, tmp_path):
-    """Return a function that runs the example in this process, on one core, and returns its
-    report."""
+    """Return a function that runs the example in this process, on one core, for its report."""
     monkeypatch.syspath_prepend(str(EXAMPLES))
     import torch
     import train_digits

@@ -249,8 +249,7 @@ def test_executors_that_wait_for_each_other_are_refused(first, second):
 
 @pytest.fixture
 def one_interrupt():
-    """Interrupt the main thread once. Repeat the signal, because Python may miss one before a
-    wait."""
+    """Interrupt the main thread once. Signals repeat, because Python may miss one before a wait."""
     received = threading.Event()
 
     def tell(*_):

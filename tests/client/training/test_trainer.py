@@ -652,8 +652,7 @@ def test_unsavable_state_is_refused_before_first_step(tmp_path):
 
 @pytest.fixture
 def start(jobs, tmp_path):
-    """Return a function that starts the training job in a process; it writes its losses to a
-    file."""
+    """Return a function that starts the training job, which writes its losses to a file."""
 
     def start(*options, name="job"):
         arguments = (tmp_path / name, f"--steps={STEPS}", *options)

@@ -403,8 +403,7 @@ def test_near_ties_are_measured_again(memories, monkeypatch):
 
 @pytest.fixture
 def remembered(memories):
-    """Return a function that returns the costs known to a second host after an interrupted
-    search."""
+    """Return a function that returns a second host's known costs after an interrupted search."""
 
     def known(space, count):
         first, second = memories("first"), memories("second")

@@ -15,8 +15,7 @@ PRESENT = [name for name in COMPILERS if Path(__file__).with_name(f"{name}.py").
 
 
 def cases():
-    """Return each pair in its versions; see `Pair.is_extended`. Versions outside `.venv` are
-    extended."""
+    """Return each pair in its versions (`Pair.is_extended`). Those outside `.venv` are extended."""
     found = []
     for name in PRESENT:
         compiler = importlib.import_module(f"compilers.wrong_hits.{name}")

@@ -33,8 +33,7 @@ def is_last() -> bool:
 
 
 def exact_sum(values: Tensor) -> Tensor:
-    """Return the sum in rank order, which the product promises. Sums of 16-bit types use
-    float32."""
+    """Return the promised sum, in rank order. Sums of 16-bit types use float32."""
     is_narrow = values.dtype.is_floating_point and values.itemsize == 2
     total = torch.zeros(values.shape, dtype=torch.float32 if is_narrow else values.dtype)
     for each in gathered(values):

@@ -51,8 +51,7 @@ def change(before: list[int]) -> list[int]:
 
 
 def new(*, checkpoints: str) -> dict[str, Any]:
-    """Make ten steps with a checkpoint in the middle, which is one transfer and changes no
-    graph."""
+    """Make ten steps. The checkpoint after five is one transfer and changes no graph."""
     run = Run()
     with Checkpoints(checkpoints) as saved:
         losses = [run.step(number) for number in range(5)]

@@ -28,8 +28,7 @@ def _notices(hold: Callable[[Tensor], Tensor], parameter: Tensor) -> bool:
 
 
 def in_next_forward() -> dict[str, Any]:
-    """Train with and without fusion; return the number of waiting updates after each step, and the
-    bits.
+    """Train with and without fusion; return the waiting updates after each step, and the bits.
 
     Also return the ways to hold a parameter's memory that fusion does not detect.
     """

@@ -105,8 +105,7 @@ SETTINGS: dict[str, dict[str, bool]] = {
 
 
 def run(model: nn.Module, optimizer: str, when: Any, *, step: Step = one_step) -> list[Tensor]:
-    """Train, save and load in the middle, continue without fusion, and return this process's
-    values."""
+    """Train, save and load in the middle, continue without fusion, and return the values."""
     mine = OPTIMIZERS[optimizer](model.parameters())
     with nullcontext() if when is None else training.fuse(model, mine, when):
         in_backward = []

@@ -67,8 +67,7 @@ def ddp(*, number: int, size: int, store: str) -> dict[str, Any]:
 
 
 def nccl(*, store: str) -> dict[str, Any]:
-    """Train DDP plainly and as a captured step. There is one rank, because NCCL needs a GPU for
-    each."""
+    """Train DDP plainly and as a captured step, with one rank because NCCL needs a GPU for each."""
     torch.cuda.set_device(0)
     distributed.init_process_group("nccl", init_method=store, rank=0, world_size=1)
     plain, _ = _trained_by_nccl(traced=False)

@@ -56,8 +56,7 @@ def residual_block() -> Report:
 
 
 def flax_cnn() -> Report:
-    """Train Flax's linen with an Optax schedule: a convolutional classifier with batch
-    statistics."""
+    """Train a convolutional classifier with batch statistics, by Flax's linen and Optax."""
     import flax.linen as nn
     import jax
     import jax.numpy as jnp

@@ -361,8 +361,7 @@ def other_types_are_kept() -> None:
 def here_and_on_the_host(
     make: Callable[[Any], Any], shapes: Any, *, steps: int
 ) -> tuple[list[list[nn.Parameter]], list[Any]]:
-    """Train on torch_xla in one graph and on the host, with bad steps; return parameters,
-    optimizers."""
+    """Train in one graph and on the host, with bad steps; return parameters and optimizers."""
     trained, made = [], []
     for place in (XLA, HOST):
         values = shaped(shapes)

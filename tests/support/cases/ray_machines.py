@@ -73,8 +73,7 @@ class Kernel:
 
 
 def raylet_of(pid: int) -> int:
-    """Return the process of Ray's node. The node starts actors, and an actor starts the guard
-    `pid`."""
+    """Return the process of Ray's node, which starts actors. An actor starts the guard `pid`."""
     return parent_of(parent_of(pid))
 
 

@@ -244,8 +244,7 @@ def train_with(model: nn.Module, state: SparseState) -> None:
 
 
 def held_back() -> None:
-    """Require that checkpoints contain the blocks that thresholding holds back, as a mean of all
-    ranks."""
+    """Require that checkpoints contain held-back blocks, as a mean of all ranks."""
     modules: list[nn.Module] = []
     made: list[Thresholding] = []
 

@@ -37,8 +37,7 @@ CLIPS: dict[str, Callable[[Any], object]] = {
 
 
 def new_model(seed: int = 0, *, sharded: bool) -> nn.Sequential:
-    """Return a model that two processes cannot share equally. One process alone has one of the
-    biases."""
+    """Return a model whose sizes two processes cannot share equally; one bias is on one process."""
     torch.manual_seed(seed)
     layers = nn.Sequential(nn.Linear(8, 17), nn.Tanh(), nn.Linear(17, 1))
     if sharded:
@@ -99,8 +98,7 @@ def trained(directory: Path, steps: int, *, optimizer: Any, seed: int = 0) -> tu
 
 
 def resumes(*, directory: str, ours: bool) -> None:
-    """Require that a resumed run ends at the same bits, and that a whole model loads its
-    checkpoint."""
+    """Require that a run resumes to the same bits, and that a whole model loads its checkpoint."""
     optimizer: Any = training.AdamW if ours else torch.optim.AdamW
     at = Path(directory)
     losses, values = trained(at / "whole", 6, optimizer=optimizer)

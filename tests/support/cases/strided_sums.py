@@ -53,15 +53,13 @@ def require_exact(reduce: Any, layout: str, way: str, *, is_sparse: bool) -> Non
 
 
 def imaginary_part() -> Tensor:
-    """Return a plain view on one rank, and on the other a view of conj(), whose memory is
-    negated."""
+    """Return a plain view on one rank, and on the other a view of conj(), with negated memory."""
     values = torch.view_as_complex(torch.arange(1.0, 9.0).view(4, 2))
     return (values.conj() if distributed.get_rank() else values).imag
 
 
 def require_one_zero(reduce: Any, way: str) -> None:
-    """Require that blocks of zeros have one sign on both ranks, and all other elements their
-    sums."""
+    """Require one sign for blocks of zeros on both ranks, and the sums of all other elements."""
     flat = torch.zeros(40)
     if distributed.get_rank():
         flat.neg_()  # one rank has -0.0, and the other 0.0

@@ -404,8 +404,7 @@ def dropout_repeats() -> None:
 
 
 def structures() -> None:
-    """Require that results keep their structure, with constants, the batch and the state in
-    them."""
+    """Require that results keep their structure, constants, batch and state included."""
     state = torch.ones(4, device=DEVICE)
     constant = torch.full((2,), 3.0, device=DEVICE)
     torch_xla.sync()
@@ -506,8 +505,7 @@ def retracing() -> None:
 
 
 def failing() -> None:
-    """Require that an error of the function is raised during recording, and that training
-    continues."""
+    """Require that an error during recording is raised, and that training continues."""
     training = Training(traced=True)
     function = training.step._function
 

@@ -12,8 +12,7 @@ from graphstash.training.fusion import partial_step
 
 @pytest.fixture(autouse=True)
 def every_parameter_is_fused():
-    """Fuse parameters of any size. The models in these tests are so small that `step` would update
-    all."""
+    """Fuse even the smallest parameters, which fusion otherwise leaves to `step`."""
     with pytest.MonkeyPatch.context() as patch:  # a test may undo its own monkeypatch
         patch.setattr(partial_step, "_UNIT_BYTES", 0)
         yield

@@ -66,8 +66,7 @@ def in_order(tensors):
 
 
 def lossy_run(seed):
-    """Sum tensors in one session with random faults, and return the number of repeated
-    datagrams."""
+    """Sum tensors under random faults, and return the number of repeated datagrams."""
     chance = random.Random(seed)
     world, aggregators = chance.choice([1, 2, 3, 5]), chance.choice([1, 2, 3])
     faults = Faults(
@@ -206,8 +205,7 @@ def test_forged_cut_and_random_datagrams_change_nothing():
 
 @pytest.mark.parametrize("has_one_key", [True, False])
 def test_repeated_datagrams_change_nothing_wherever_they_are_sent(has_one_key):
-    """An attacker who hears every datagram replays them later, to any receiver, from any
-    address."""
+    """An attacker replays every datagram later, to any receiver, from any address."""
     chance = random.Random(0)
     faults = Faults(0.05, 0.05, 0.01)
     network = Network(0, world=3, aggregators=2, faults=faults, has_one_key=has_one_key)

@@ -202,8 +202,7 @@ def test_state_tensor_of_another_shape_is_refused_and_changes_nothing(name):
 
 @every_optimizer
 def test_state_without_step_is_refused_if_updates_depend_on_the_step(name):
-    """torch's Adam refuses such a state. torch's SGD and Muon, and other forms of Lion, save no
-    step."""
+    """torch's Adam refuses such a state. torch's SGD and Muon, and other Lions, save no step."""
     parameters, optimizer = made(name)
     make_steps(parameters, optimizer, range(3))
     saved = optimizer.state_dict()
@@ -266,8 +265,7 @@ def test_master_weights_train_as_float32_parameters(name, dtype):
 
 
 def trained_under(default_dtype, name):
-    """Train under a default dtype, resuming after 300 steps, which bfloat16 cannot count
-    further."""
+    """Train under a default dtype. It resumes after 300 steps, where bfloat16 cannot count on."""
     parameters = shaped([(64, 64)])
     eight_bit._table.cache_clear()
     torch.set_default_dtype(default_dtype)
@@ -300,8 +298,7 @@ def test_torchs_default_dtype_changes_no_bit(name):
 
 
 def laid_out(kind):
-    """Return a parameter and a gradient in an unusual memory layout, their values, and
-    neighbors."""
+    """Return a parameter and a gradient in an unusual layout, their values, and neighbors."""
     generator = torch.Generator().manual_seed(0)
     value, gradient = torch.randn(2, 6, 4, 4, generator=generator).unbind(0)
     parameter = whole = value.clone()

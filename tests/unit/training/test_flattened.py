@@ -1,5 +1,4 @@
-"""FullyShardedDataParallel gives optimizers flat shards; operations on whole tensors refuse
-them."""
+"""Operations on whole tensors refuse the flat shards of FullyShardedDataParallel."""
 
 import pytest
 import torch

@@ -110,8 +110,7 @@ def test_traced_step_does_not_use_fusion(when):
 
 
 class KeepsGradients(Loop):
-    """A loop that zeroes gradients. Momentum then moves a parameter; without a gradient it would
-    not."""
+    """A loop that zeroes gradients, so that momentum still moves unused parameters."""
 
     def step(self, step):
         self.opt.zero_grad(set_to_none=False)
@@ -324,8 +323,7 @@ class Large(Loop):
 
 
 def peak_bytes(case, when):
-    """Return the peak bytes of tensors, from the construction of a model to the end of its third
-    step."""
+    """Return the peak bytes of tensors from a model's construction through its third step."""
     # Collect the objects of earlier tests now, because their deletion would be counted.
     gc.collect()
     with torch.profiler.profile(profile_memory=True) as profiler:

@@ -1,5 +1,4 @@
-"""Each optimizer equals torch's or a public implementation's, with every kernel that torch may
-use."""
+"""Each optimizer equals torch's or a public implementation's, with every kernel of torch."""
 
 import copy
 import inspect

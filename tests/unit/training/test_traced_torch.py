@@ -35,8 +35,7 @@ def _compile_in_this_process():
 
 @pytest.fixture
 def without_code(monkeypatch):
-    """Let torch.compile trace and run torch's operations. Compiling C++ takes a minute of CPU
-    time."""
+    """Let torch.compile trace without C++, whose compilation takes a minute of CPU time."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
 
 

@@ -260,8 +260,7 @@ def meaning(chosen: dict[str, str]) -> object:
 
 
 def _of_compiled_graph(found: dict[str, str]) -> dict[str, str]:
-    """Return the choices that affect a graph of AOTAutograd, which separates gradients and
-    views."""
+    """Return the choices that affect a graph behind AOTAutograd, without gradients and views."""
     if found["second"] == "first[:]":
         found["second"] = "first"
     if found["second"] == "first.detach()" and "grad" not in found["input"]:
