@@ -172,7 +172,7 @@ def test_a_host_without_a_network_uses_a_bundle_and_exports_its_own(
     assert hosts("another", url="none").get(KEYS[1]) == b"1" * 10_000
 
 
-def test_interrupted_export_resumes_with_what_is_intact(
+def test_interrupted_export_resumes_with_intact_entries(
     filled, command, file, monkeypatch, server, namespace
 ):
     filled()
@@ -214,7 +214,7 @@ def test_artifact_deleted_during_export_is_left_out_and_named(filled, command, f
     assert keys_in(file) == [KEYS[0], KEYS[2]]
 
 
-def test_a_busy_server_is_waited_for(filled, command, file, monkeypatch):
+def test_export_waits_for_a_busy_server(filled, command, file, monkeypatch):
     filled()
     listed, pauses = ServerClient.list_artifacts, []
 

@@ -246,7 +246,7 @@ def test_refused_connections_linger_up_to_a_number(server, monkeypatch):
 
 
 @pytest.mark.usefixtures("brief")
-def test_every_connection_that_waited_in_vain_is_told_that_the_server_is_busy(server, monkeypatch):
+def test_every_connection_that_waited_too_long_gets_the_busy_answer(server, monkeypatch):
     monkeypatch.setattr(connection, "_LINGER_SECONDS", 600)
     monkeypatch.setattr(connection, "_MAX_LINGERING", 1)
     with ExitStack() as stack:

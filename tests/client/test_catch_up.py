@@ -661,7 +661,7 @@ def test_trusted_keys_that_cannot_be_read_now_are_reported(left, up, next_job, t
         assert caught_up(next_job("a", url=link.url)) == {key(1): Sent.PUBLISHED}
 
 
-def test_command_fails_where_nothing_can_be_published(left, command, down):
+def test_command_fails_if_nothing_can_be_published(left, command, down):
     left(1)
     refused = command("publish", host="a", status=2, read_only="true")
     assert "GRAPHSTASH_READ_ONLY is set" in refused.stderr

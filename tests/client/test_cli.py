@@ -241,7 +241,7 @@ def test_server_options_are_listed_without_the_packages_of_a_server():
         (("prefetch", "job", "--url", "http://127.0.0.1:9"), 1, "127.0.0.1:9"),
     ],
 )
-def test_bad_input_gets_one_clear_line(tmp_path, arguments, status, message):
+def test_bad_input_is_reported_in_one_line(tmp_path, arguments, status, message):
     result = here(*arguments, GRAPHSTASH_CACHE_DIR=tmp_path)
     assert (result.returncode, result.stdout) == (status, "")
     assert message in result.stderr
@@ -257,7 +257,7 @@ def test_bad_input_gets_one_clear_line(tmp_path, arguments, status, message):
         (("--fail-on-miss",), "/no-such/program", 127, "No such file or directory"),
     ],
 )
-def test_run_tells_a_program_that_cannot_be_run_from_a_missing_one(
+def test_run_distinguishes_an_unexecutable_program_from_a_missing_one(
     options, program, status, reason
 ):
     result = graphstash("run", *options, "--", program)
@@ -287,7 +287,7 @@ def test_command_that_cannot_write_its_output_reports_the_reason(server, argumen
 
 
 @pytest.mark.parametrize("arguments", [("--version",), ("show", "--help"), ("status", "--json")])
-def test_command_ends_as_other_tools_when_nothing_reads_its_output(server, arguments):
+def test_command_ends_like_other_tools_if_its_output_has_no_reader(server, arguments):
     settings = PATIENT_VARIABLES | {"GRAPHSTASH_URL": server.url}
     status, errors = processes.graphstash_unread(*arguments, **settings)
     assert (status, errors) == (-signal.SIGPIPE, "")

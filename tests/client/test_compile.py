@@ -126,7 +126,7 @@ def test_first_of_two_published_results_stays(hosts):
         assert b.build(1, result=b"B", until=a_has_published) == b"B"
     assert (a.stats.published, b.stats.published, b.stats.conflicts) == (1, 0, 1)
     assert hosts("c").build(1) == b"A"
-    assert b.build(1) == b"A"  # the losing host runs the published result as well
+    assert b.build(1) == b"A"  # the losing host also runs the published result
 
 
 def test_a_full_upload_queue_drops_the_upload_not_the_job(hosts):

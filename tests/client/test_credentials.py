@@ -223,7 +223,7 @@ for call in (lambda: session.cache.stash.get(key), session.cache.stash.server.se
 
 
 @pytest.mark.parametrize(("source", "status"), [("variable", 200), ("file", 401), ("netrc", 500)])
-def test_the_token_leaves_no_trace(tmp_path, listener, server, namespace, status, source):
+def test_token_appears_in_no_log_and_no_repr(tmp_path, listener, server, namespace, status, source):
     variables = PATIENT_VARIABLES | {
         "GRAPHSTASH_URL": server.url if status == 200 else listener.url,
         "GRAPHSTASH_NAMESPACE": namespace,

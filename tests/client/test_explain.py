@@ -81,7 +81,7 @@ def lines_of(outcome):
     ]
 
 
-def test_misses_are_grouped_by_what_differs_from_the_teams_artifacts(run, explain, namespace):
+def test_misses_are_grouped_by_their_difference_from_the_teams_artifacts(run, explain, namespace):
     programs = {"step": {"jax": "0.10.2"}, "init": {"jax": "0.10.2"}}
     assert lines_of(run("cold", programs)) == [
         "2 misses: new program: nothing like it is stored",

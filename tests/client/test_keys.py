@@ -135,7 +135,7 @@ def test_commands_generate_trust_and_revoke_a_key(tmp_path):
         (("generate", "absent/key.pem"), "No such file"),
     ],
 )
-def test_bad_input_gets_one_clear_line_and_changes_nothing(
+def test_bad_input_is_reported_in_one_line_and_changes_nothing(
     tmp_path, monkeypatch, arguments, message
 ):
     monkeypatch.chdir(tmp_path)

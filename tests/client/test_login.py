@@ -199,7 +199,7 @@ def test_failed_login_reports_reason_and_keeps_old_token(
         (b"{}", 404, "older than this command"),
     ],
 )
-def test_a_server_that_answers_something_else_leaves_no_token(
+def test_unexpected_answer_of_server_leaves_no_token(
     login, github, guarded, place, body, status, text
 ):
     def change(_, answer):

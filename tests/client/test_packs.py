@@ -117,7 +117,7 @@ def pack(sizes, payloads):
     return len(table).to_bytes(4) + table + payloads
 
 
-def test_slow_program_or_one_on_the_disk_is_looked_up_alone_from_then_on(jobs, monkeypatch):
+def test_slow_programs_and_programs_on_the_disk_are_later_looked_up_alone(jobs, monkeypatch):
     monkeypatch.setattr(module, "MAX_PACKED_SECONDS", -1.0)
     first, other = jobs("a"), jobs("b")
     assert first.packs.get(key(0)) is None

@@ -326,7 +326,7 @@ def test_one_writer_cannot_displace_the_artifacts_of_others(guarded, hosts):
 
 
 def test_many_small_artifacts_of_one_writer_precede_no_large_artifact_of_another():
-    """Each request has a fixed cost for the server and the host, whatever its size."""
+    """Each request has a fixed cost for the server and the host, independent of its size."""
     digest = f"sha256:{'0' * 64}"
     large = ArtifactInfo(key=key(0), digest=digest, size_bytes=1024**2)
     small = [ArtifactInfo(key=key(n), digest=digest, size_bytes=300) for n in range(1, 3001)]

@@ -50,7 +50,7 @@ def run(recorder, config, tmp_path):
     return run
 
 
-def test_a_process_reports_what_it_compiled_and_what_it_found(run, recorder, namespace):
+def test_process_reports_its_compilations_and_its_hits(run, recorder, namespace):
     run("a", "1,5")
     run("b", "1,5,9", "--api-key", "hunter2", options=("--explain", "--job", "mine"))
 

@@ -30,7 +30,7 @@ def environment_of(collector, namespace):
     return {**collector.environment, "GRAPHSTASH_NAMESPACE": namespace}
 
 
-def test_a_job_without_traces_imports_nothing_of_opentelemetry(run_job, server, namespace):
+def test_job_without_traces_imports_no_opentelemetry(run_job, server, namespace):
     outcome = run_job(server.url, {"GRAPHSTASH_NAMESPACE": namespace})
 
     assert outcome == {"fallbacks": {}, "parents": {}, "modules": []}

@@ -104,9 +104,7 @@ def position(stash):
     [(withhold, False), (delete, True), (replace, False)],
 )
 @pytest.mark.usefixtures("later", "let_overwrite")
-def test_copy_that_a_host_compiled_itself_goes_with_equal_withdrawn_bytes(
-    next_job, withdraw, is_read_only
-):
+def test_own_copy_is_removed_if_its_bytes_were_withdrawn(next_job, withdraw, is_read_only):
     for number, payload in ((1, b"wrong"), (2, b"mine"), (3, b"wrong")):
         next_job(url="none").put(key(number), payload, METADATA)
     publisher = publish(next_job, 1, 2, payload=b"wrong")
@@ -161,7 +159,7 @@ def test_running_job_applies_withdrawals_at_its_next_look_up(next_job, withdraw)
     assert job.fetch(key(2), io.BytesIO()).source == "local"
 
 
-def test_nothing_new_costs_no_request(next_job, monkeypatch):
+def test_unchanged_list_costs_no_request(next_job, monkeypatch):
     publish(next_job, 1, 2)
     delete(publish(next_job, 3), 3)
     made = calls(monkeypatch, "lookup", "withdrawals")

@@ -33,8 +33,7 @@ def run(both):
     def run(environment, case, **keywords):
         cold, warm, built, built_again = both(environment, case, **keywords)
         # The first job on a machine precompiles a header for all later jobs. torch stores the
-        # header in
-        # a folder of the user. No cached artifact needs it.
+        # header in a folder of the user. No cached artifact needs it.
         headers = sum(".gch" in line for line in built)
         misses = warm.stats["misses"]
         unshared = {"unshareable": misses} if misses else {}

@@ -27,7 +27,7 @@ def test_forked_children_share_with_their_parent_and_other_flags_miss(run):
 
 
 @pytest.mark.extended
-def test_what_is_compiled_ahead_of_time_for_a_tpu_is_published_once(
+def test_program_compiled_ahead_of_time_for_a_tpu_is_published_once(
     run, server, namespace, tmp_path
 ):
     options = {"environment": "jax-newest", "cases": "jax_programs"}

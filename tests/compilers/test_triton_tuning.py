@@ -76,7 +76,7 @@ def test_kernel_is_tuned_again_for_another_value_in_its_key_that_is_no_size(team
     assert team.run("third", "tuned", {"scale": 3.0}).report["measured"] == 0
 
 
-def test_host_where_nothing_works_asks_once_and_blocks_no_other_host(team):
+def test_host_without_working_configuration_asks_once_and_blocks_no_other_host(team):
     broken = team.run("broken", "tuned", {"works": False})
     sound = team.run("sound", "tuned")
     assert broken.report["measured"] == CONFIGS  # by the first of two calls

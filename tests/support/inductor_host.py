@@ -60,8 +60,7 @@ def inductor_host(directory: Path, **settings: Any) -> Iterator[InductorHost]:
         if pretended := os.environ.get("PRETEND_ISA"):
             cpu_vec_isa.x86_isa_checker = pretended.split
         # On a processor with AMX, torch builds a probe object once per process. Build it now,
-        # because tests
-        # count the objects that they build.
+        # because tests count the objects that they build.
         cpu_vec_isa.valid_vec_isa_list()
         with InductorHost(ClientConfig.load({}, cache_dir=directory, **PATIENT | settings)) as host:
             yield host

@@ -133,8 +133,7 @@ def train_beside() -> tuple[list[float], int]:
         function(x)
     torch_xla.sync()
     # torch_xla does not support lazy tracing in two threads. Trace the graph here, and only compile
-    # it
-    # in the other thread.
+    # it in the other thread.
     missing = (torch.ones(64, 64, device=device) @ torch.ones(64, 64, device=device)).sin().sum()
     compiled = threading.Event()
 

@@ -61,8 +61,7 @@ class Nginx:
             (directory / name).write_text(render(template, self.variables))
         self.configuration = directory / "nginx.conf"
         # As root, nginx would read the blobs as another user. In the container, nginx runs as the
-        # servers'
-        # user from the start.
+        # servers' user from the start.
         user = " user root;" if os.geteuid() == 0 else ""
         self.command = [_nginx(), "-c", str(self.configuration), "-g", f"daemon off;{user}"]
         self._log = directory / "log"

@@ -1,6 +1,6 @@
 """Clients and commands of either release, each in a fork of this process.
 
-The previous release runs this script as well. It may therefore use only public names of that
+The previous release also runs this script. It may therefore use only public names of that
 release, except for modules that take long to import. Each input line is a request as JSON: the
 `environment`, and either the `arguments` of `graphstash` or the `steps` of a client. A step is a
 list of a method below and its arguments. The answer is a JSON line with the exit status and the

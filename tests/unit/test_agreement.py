@@ -117,9 +117,7 @@ def test_few_of_many_ranks_probe_an_unreachable_cache_and_one_compiles_for_all(j
     assert len(words) == 4
 
 
-def test_results_left_for_other_ranks_are_bounded_and_not_evicted_by_an_oversized_one(
-    job, monkeypatch
-):
+def test_relayed_results_are_bounded_and_not_evicted_by_an_oversized_result(job, monkeypatch):
     monkeypatch.setattr(_agreement, "_RELAY_BYTES", 200)
     (one,) = job("one", size=1).ranks
     for number in range(20):

@@ -70,7 +70,7 @@ def test_invalid_numbers_are_refused(setting, texts, message):
             ClientConfig(**{setting: text})
 
 
-def test_limits_of_numbers_are_valid_unless_the_limit_says_above():
+def test_limit_of_a_number_is_valid_unless_it_is_exclusive():
     limits = {"connect_seconds": 60.0, "publish_queue": 1, "local_limit": 0}
     config = ClientConfig(**limits)
     assert limits == {name: getattr(config, name) for name in limits}

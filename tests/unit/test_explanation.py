@@ -240,7 +240,7 @@ def test_cause_in_brief_names_only_parts_that_a_user_can_read(here, there, brief
         (["", ""], "", ""),
     ],
 )
-def test_line_at_the_end_of_a_run_leaves_out_what_is_uncertain(briefs, page, line):
+def test_line_at_the_end_of_a_run_omits_uncertain_causes(briefs, page, line):
     causes = [Cause(brief, brief, keys=[KEY]) for brief in briefs]
     assert in_brief(causes, missed=[KEY], misses=len(briefs), page=page) == line
     assert in_brief(causes, missed=[], misses=1, page="http://x") == "missed 1 -> http://x"

@@ -65,7 +65,7 @@ def test_action_runs_once_after_its_module_and_leaves_imports_unchanged(tmp_path
     assert result.stderr.count("cannot install the hook") == 1
 
 
-def test_running_import_is_waited_for(tmp_path):
+def test_action_waits_for_a_running_import(tmp_path):
     result = run(
         tmp_path,
         """

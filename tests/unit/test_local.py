@@ -119,7 +119,7 @@ def test_private_directory_serves_process_without_cache_directory(tmp_path, limi
     assert place.exists() == bool(limit_bytes)
 
 
-def test_stale_temporary_files_are_removed_but_none_that_is_written(tmp_path, monkeypatch):
+def test_stale_temporary_files_are_removed_and_files_in_use_kept(tmp_path, monkeypatch):
     """A stale file is removed even if this host's clock is ahead."""
     content = bytes(2 * MIB)
     writer, other = (LocalTier(tmp_path, limit_bytes=100 * MIB) for _ in range(2))
@@ -270,7 +270,7 @@ def test_temporary_file_is_on_the_disk_only_while_it_is_large(tmp_path):
         assert not any(files.iterdir())
 
 
-def test_process_that_reports_progress_is_waited_for(tmp_path, monkeypatch):
+def test_process_waits_for_another_that_reports_progress(tmp_path, monkeypatch):
     holder, waiter = (LocalTier(tmp_path, limit_bytes=1000) for _ in range(2))
     got = []
     recent, looked = local_tier._recent, threading.Semaphore(0)
@@ -297,7 +297,7 @@ def test_process_that_reports_progress_is_waited_for(tmp_path, monkeypatch):
     assert got == ["released", "the lock"]
 
 
-def test_process_that_waits_for_a_busy_server_is_waited_for_while_the_caller_allows_it(tmp_path):
+def test_process_waits_for_another_at_a_busy_server_while_the_caller_allows_it(tmp_path):
     holder, waiter = (LocalTier(tmp_path, limit_bytes=1000) for _ in range(2))
     answers = []
 
@@ -346,7 +346,7 @@ def test_wait_for_a_busy_server_does_not_count_towards_the_limits(tmp_path, monk
             assert slept == [100.0, 100.0]
 
 
-def test_a_download_is_seen_by_others_until_it_ends(tmp_path):
+def test_other_processes_detect_a_download_until_it_ends(tmp_path):
     one, other = (LocalTier(tmp_path, limit_bytes=1000) for _ in range(2))
     assert not other.is_downloading()
     with one.downloading():
@@ -357,7 +357,7 @@ def test_a_download_is_seen_by_others_until_it_ends(tmp_path):
     assert not other.is_downloading()
 
 
-def test_download_is_seen_by_others_even_if_they_look_as_it_begins(tmp_path):
+def test_other_processes_detect_a_download_that_is_just_beginning(tmp_path):
     one, other = (LocalTier(tmp_path, limit_bytes=1000) for _ in range(2))
     look = """
 import sys
@@ -403,7 +403,7 @@ def test_envelope_that_has_replaced_a_bad_one_is_not_discarded(tmp_path):
         assert read(tier, 1) is None
 
 
-def test_readers_see_whole_files_only(tmp_path):
+def test_readers_get_whole_files_only(tmp_path):
     tier = LocalTier(tmp_path, limit_bytes=10**9)
     contents = {bytes([n]) * 200_000 for n in range(4)}
     stop = threading.Event()

@@ -27,7 +27,7 @@ def test_job_without_server_logs_notice_unless_configured():
     assert notices_of(url="none") == []
 
 
-def test_an_unknown_hook_is_named_with_those_that_exist():
+def test_unknown_hook_is_named_with_the_existing_hooks():
     (notice,) = notices_of(url="none", hooks="jax,jx")
     assert notice == (
         "GRAPHSTASH_HOOKS: unknown hook jx, ignored; did you mean jax? "

@@ -12,7 +12,7 @@ import pytest
         "graphstash.hooks",
     ],
 )
-def test_public_names_are_those_that_can_be_imported(package):
+def test_every_public_name_can_be_imported(package):
     module = import_module(package)
     assert dir(module) == sorted(module.__all__)
     assert all(getattr(module, name) is not None for name in module.__all__)

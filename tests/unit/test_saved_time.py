@@ -50,7 +50,7 @@ def test_savings_of_workers_follow_those_of_the_main_thread():
 
 
 @pytest.mark.parametrize(("seconds", "saved_seconds"), [(10, 0), (29, 10 - 0.1)])
-def test_hit_saves_what_exceeds_a_concurrent_compilation(seconds, saved_seconds):
+def test_hit_saves_the_time_that_exceeds_a_concurrent_compilation(seconds, saved_seconds):
     saved = SavedTime()
     Together(
         lambda: saved.hit(1.0, 1.1, compile_seconds=seconds),  # until 11 or 30

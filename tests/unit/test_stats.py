@@ -27,7 +27,7 @@ SUMMARIES = {
 }
 
 
-def test_the_summary_is_one_readable_line_of_what_there_was():
+def test_summary_is_one_readable_line_of_nonzero_counts():
     assert [stats.summary() for stats in SUMMARIES.values()] == list(SUMMARIES)
 
 

@@ -49,7 +49,7 @@ def test_one_holder_uses_at_most_half_of_the_budget(wait, budget):
     assert wait("c") == 0.0
 
 
-def test_waits_in_vain_cost_one_budget_under_any_holder_names(wait, clock):
+def test_fruitless_waits_cost_one_budget_under_any_holder_names(wait, clock):
     waited = 0.0
     for number in range(10_000):
         waited += wait(f"holder {number}", 0.1)
@@ -57,7 +57,7 @@ def test_waits_in_vain_cost_one_budget_under_any_holder_names(wait, clock):
     assert waited == pytest.approx(100.0)
 
 
-def test_three_waits_in_vain_cause_a_pause_and_one_try(wait, budget, clock):
+def test_three_fruitless_waits_cause_a_pause_and_one_try(wait, budget, clock):
     assert [wait("a", 1) for _ in range(4)] == [1, 1, 1, 0]
     assert "last 3 waits" in budget.reason_to_skip("a")
     clock.now += 300.0
@@ -112,7 +112,7 @@ def test_one_refund_is_split_between_the_holders_of_a_wait(budget, clock):
     assert (budget.left, budget.left_for("a"), budget.left_for("b")) == (80.0, 40.0, 40.0)
 
 
-def test_a_wait_inside_another_one_is_deducted_once(budget, clock):
+def test_nested_wait_is_deducted_once(budget, clock):
     with budget.wait() as outer:
         assert outer.reason_to_skip("a") is None
         clock.now += 10.0
@@ -124,7 +124,7 @@ def test_a_wait_inside_another_one_is_deducted_once(budget, clock):
     assert budget.left == 100.0 - 30.0 - 50.0
 
 
-def test_a_wait_inside_another_one_is_settled_with_it(budget, clock):
+def test_nested_wait_is_settled_with_the_outer_wait(budget, clock):
     with budget.wait() as outer:
         assert outer.reason_to_skip("a") is None
         for _ in range(3):
@@ -142,7 +142,7 @@ def test_a_wait_inside_another_one_is_settled_with_it(budget, clock):
     assert (budget.left, budget.left_for("a")) == (100.0, 50.0)
 
 
-def test_a_wait_in_vain_inside_another_one_counts_once(budget, clock):
+def test_nested_fruitless_wait_counts_once(budget, clock):
     for is_paused in (False, False, True):
         assert not budget.is_paused
         with suppress(BusyError), budget.wait() as outer:

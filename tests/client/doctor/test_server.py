@@ -28,7 +28,7 @@ def test_unresolvable_name_and_dead_socket_are_distinguished(tmp_path):
     assert "No such file or directory" in finding.found
 
 
-def test_connections_that_nobody_accepts_end_in_time_with_advice():
+def test_unaccepted_connections_end_in_time_with_advice():
     listener = socket.create_server(("127.0.0.1", 0), backlog=0)
     port = listener.getsockname()[1]
     waiting = []

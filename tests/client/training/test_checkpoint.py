@@ -62,7 +62,7 @@ def test_saved_state_is_loaded(tmp_path):
     assert {type(number) for number in loaded.state["numbers"][-1]} == {float, int}
 
 
-def test_the_next_step_does_not_change_what_is_saved(tmp_path):
+def test_next_step_does_not_change_the_state_being_saved(tmp_path):
     weights = torch.zeros(1_000_000)
     with Checkpoints(tmp_path) as checkpoints:
         for step in range(1, 4):

@@ -77,7 +77,7 @@ def test_a_traced_loop_learns_the_digits(train_digits, monkeypatch):
 
 
 @pytest.mark.extended
-def test_loops_have_equal_losses_on_torch_xla_and_only_the_plain_one_reads(jobs, tmp_path):
+def test_loops_have_equal_losses_on_torch_xla_and_only_the_plain_loop_reads(jobs, tmp_path):
     options = case_arguments("examples:on_torch_xla")
     report = jobs.start(tmp_path, *options, script=RUN_CASE, under="").finish().report
     for example in ("digits", "gpt"):

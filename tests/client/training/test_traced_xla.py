@@ -50,8 +50,7 @@ def test_step_traced_on_one_host_is_not_compiled_on_another(
         for host in ("a", "b")
     )
     # Two steps: the first, which creates the optimizer's state, and all others. The third program
-    # is
-    # part of the model's upload.
+    # is part of the model's upload.
     assert sum(compiles for compiles, _, _ in cold.report["counts"]) == 2
     assert cold.stats["published"] == cold.report["uncached"] == 3
     assert warm.report["uncached"] == 0

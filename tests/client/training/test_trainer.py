@@ -156,7 +156,7 @@ def test_partially_updated_step_is_not_saved(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("fuse", [None, *FUSED])
-def test_callbacks_see_the_newest_weights_after_each_step_and_at_each_log(fuse):
+def test_callbacks_get_the_newest_weights_after_each_step_and_at_each_log(fuse):
     model, optimizer, data = problem()
     averaged = AveragedModel(model)
     after, logged = [], []

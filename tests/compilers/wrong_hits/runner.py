@@ -64,8 +64,7 @@ class Recorder(CompileCache):
         super().__init__(Stash(config), counters=Counters(), publisher=publisher)
         self.answer: dict[str, str] | None = None
         # The pjrt hook raises an exception again in the main thread, at any later time. It could
-        # then
-        # interrupt the exit of the child.
+        # then interrupt the exit of the child.
         self.answers_at_once = not config.wants_hook("jax")
         self.output = output
         self.remarks: dict[str, str] = {}  # reported by a program about itself

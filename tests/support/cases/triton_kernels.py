@@ -54,8 +54,7 @@ def assembled() -> int:
 
 def _source(number: int, *, shift: bool = False, kind: Any = ASTSource) -> Any:
     # Hosts in one folder load the same file, because the cubin contains its name and Triton's key
-    # does
-    # not.
+    # does not.
     folder = Path(os.environ["TRITON_CACHE_DIR"]).parents[1]
     path = folder / ("shifted.py" if shift else "kernels.py")
     if not path.exists():

@@ -1,4 +1,4 @@
-"""Adafactor's factored state. test_every_optimizer.py tests what all optimizers share."""
+"""Adafactor's factored state. test_every_optimizer.py tests the common promises."""
 
 from functools import partial
 

@@ -291,7 +291,7 @@ def starts_anew(network):
     ],
     ids=["dead aggregator", "late rank", "closing rank", "restarted aggregator"],
 )
-def test_sum_that_cannot_end_tells_every_rank_the_cause(fault, starts, ranks, text):
+def test_unfinishable_sum_reports_its_cause_on_every_rank(fault, starts, ranks, text):
     network = bounded()
     fault(network)
     messages = ended(network, **({} if starts is None else {"starts": starts}))

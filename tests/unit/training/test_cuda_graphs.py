@@ -152,7 +152,7 @@ def test_state_that_cannot_be_written_keeps_the_step_from_being_compared(cuda):
     assert made.reason.startswith("its CUDA graph cannot be compared: RuntimeError: ")
 
 
-def test_step_without_memory_is_not_made(cuda):
+def test_step_that_runs_out_of_memory_is_not_made(cuda):
     weight = torch.zeros(4)
 
     def fails():

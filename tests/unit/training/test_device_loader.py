@@ -52,7 +52,7 @@ def test_loader_without_buffer_is_refused():
         DeviceLoader([], ahead=0)
 
 
-def test_nothing_is_loaded_before_the_first_batch_is_asked_for():
+def test_nothing_is_loaded_before_the_first_request():
     with DeviceLoader(iter([1, 2])) as loader:
         assert loader.loaded_count == 0
         assert not threads()
@@ -67,7 +67,7 @@ def test_batches_are_loaded_while_the_consumer_works():
 
 
 @pytest.mark.parametrize(("ahead", "upload"), [(1, None), (5, lambda batch: batch)])
-def test_no_more_than_ahead_are_loaded_beyond_the_one_in_use(ahead, upload):
+def test_at_most_ahead_batches_are_loaded_beyond_the_one_in_use(ahead, upload):
     consumed, most = 0, 0
 
     def look(number):

@@ -1,4 +1,4 @@
-"""Moments of eight bits, compared with torchao's. test_every_optimizer.py tests what all share."""
+"""Moments of eight bits, as torchao's. test_every_optimizer.py tests the common promises."""
 
 import sys
 

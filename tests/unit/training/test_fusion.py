@@ -191,7 +191,7 @@ def test_closing_between_backward_and_step_is_reported_and_step_is_exact():
 
 
 @both
-def test_a_parameter_of_two_optimizers_is_refused_before_the_other_one_changes_it(when):
+def test_parameter_of_two_optimizers_is_refused_before_the_second_changes_it(when):
     training = Loop(when)
     other = torch.optim.SGD(training.net.third.parameters(), lr=0.1)
     elsewhere = torch.optim.SGD(Net().parameters(), lr=0.1)

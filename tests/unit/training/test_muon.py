@@ -1,4 +1,4 @@
-"""Muon and its parameter groups. test_every_optimizer.py tests what all optimizers share."""
+"""Muon and its parameter groups. test_every_optimizer.py tests the common promises."""
 
 import copy
 from functools import partial

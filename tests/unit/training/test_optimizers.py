@@ -121,7 +121,7 @@ def test_a_found_inf_that_is_not_one_number_on_the_device_is_refused(value, erro
         SGD(new_parameters()).step(found_inf=value)
 
 
-# What changes between two steps.
+# Changes between two steps.
 
 
 @pytest.mark.parametrize(

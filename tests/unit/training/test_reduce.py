@@ -84,7 +84,7 @@ def test_blocks_fit_rows_of_tables_and_start_with_large_parameters():
     assert layout_of([torch.empty(10**6)]).size == 256
 
 
-def test_nothing_is_sent_for_a_neighbour_of_rows():
+def test_zero_neighbours_of_nonzero_rows_are_not_sent():
     """With blocks that straddled two rows behind an odd parameter, 509 rows occupied 764 blocks."""
     odd, rows = torch.zeros(65), torch.zeros(2000, 64)
     rows[torch.randperm(2000)[:509]] = 1

@@ -1,4 +1,4 @@
-"""Schedule-Free AdamW's iterates and averages. test_every_optimizer.py tests what all share."""
+"""Schedule-Free AdamW's iterates and averages; see test_every_optimizer.py for the rest."""
 
 import copy
 import math
@@ -108,7 +108,7 @@ def test_a_step_on_averages_is_refused_and_changes_nothing():
     assert_equal(parameters, averages)
 
 
-def test_the_sum_of_weights_counts_further_than_float32_adds_small_ones():
+def test_sum_of_weights_keeps_counting_where_a_float32_sum_stops():
     """A plain float32 sum of ten million weights of 1e-8 would be 8 % too small."""
     parameter = nn.Parameter(torch.zeros(()))
     optimizer = ScheduleFreeAdamW([parameter], lr=1e-4)

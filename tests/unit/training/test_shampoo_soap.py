@@ -1,4 +1,4 @@
-"""Shampoo, SOAP and their thread. test_every_optimizer.py tests what all optimizers share."""
+"""Shampoo, SOAP and their thread. test_every_optimizer.py tests the common promises."""
 
 import copy
 import gc
@@ -229,7 +229,7 @@ class Gate:
         return self.finite(compute, snapshot)
 
 
-def test_training_goes_on_without_roots_and_waits_when_they_are_due(monkeypatch):
+def test_training_continues_without_roots_and_waits_when_they_are_due(monkeypatch):
     gate = Gate(monkeypatch)
     waits = []
 

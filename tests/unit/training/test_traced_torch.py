@@ -114,7 +114,7 @@ def test_traced_training_is_equal_and_generated_code_is_not_traced_again(optimiz
 
 
 @pytest.mark.usefixtures("without_code")
-def test_step_of_our_optimizer_trains_alike_when_traced():
+def test_traced_step_with_own_optimizer_trains_like_the_lazy_step():
     assert_trains_alike(*both("own"), range(6))
 
 
@@ -137,7 +137,7 @@ def test_second_batch_shape_is_compiled():
     ],
     ids=["forward", "forward_pre", "backward", "tensor", "all_modules"],
 )
-def test_hook_that_comes_after_the_compilation_is_called(register):
+def test_hook_registered_after_the_compilation_is_called(register):
     """torch.compile ignores the first hook of a module, and hooks on all modules."""
     losses = []
     for each in both("sgd"):

@@ -80,7 +80,7 @@ def test_search_visits_every_configuration_once_and_ends(name, kind):
     assert searcher.best.cost == min(map(cost_of, space))
 
 
-def test_equal_seeds_give_equal_searches_whatever_the_batches(name):
+def test_equal_seeds_give_equal_searches_for_any_batch_size(name):
     one = run(searcher_of(name, seed=3), 60)
     assert run(searcher_of(name, seed=3), 60, batch=4).trials == one.trials
     shuffled = run(searcher_of(name, seed=3), 60, batch=4, shuffled=random.Random(0))
@@ -211,13 +211,13 @@ def test_gbfs_with_all_neighbours_is_best_first_search_by_hand():
     ]
 
 
-def test_gbfs_restarts_elsewhere_if_its_queue_is_empty():
+def test_gbfs_restarts_at_another_state_if_its_queue_is_empty():
     space = TableSpace("ab", [(0, 0), (0, 1), (5, 7), (9, 9)])  # three islands
     searcher = run(GBFS(space, starts=0), 10)
     assert {trial.configuration for trial in searcher.trials} == set(space)
 
 
-def test_gbfs_expands_several_at_once_for_parallel_measurement():
+def test_gbfs_expands_several_states_for_parallel_measurement():
     searcher = GBFS(GemmSpace(64, 64, 64), width=4)
     asked = searcher.ask(100)
     assert len(asked) == 8
