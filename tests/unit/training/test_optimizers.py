@@ -214,6 +214,24 @@ def test_model_can_be_converted_to_lower_precision_in_part(make, dtype):
     assert_close(trained(), trained(fused=False), rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("make", [partial(SGD, momentum=0.9), AdamW])
+def test_parameter_gets_the_same_bits_beside_a_converted_one_as_alone(make, dtype):
+    def trained(count):
+        parameters = [nn.Parameter(torch.linspace(-1, 1, 67)) for _ in range(count)]
+        optimizer = make(parameters, lr=0.1)
+        for step in range(6):
+            if step == 2:
+                for parameter in parameters[:-1]:
+                    parameter.data = parameter.data.to(dtype)
+            for parameter in parameters:
+                parameter.grad = torch.linspace(step, 2, 67).to(parameter.dtype)
+            optimizer.step()
+        return parameters[-1]
+
+    assert trained(2).equal(trained(1))
+
+
 # State.
 
 

@@ -1,8 +1,8 @@
 """Cohorts: parameters that are updated together, and whether torch's fused kernels may update them.
 
 Parameters that have always been updated together share one step tensor. If some of them have no
-gradient in a step, the others continue with a copy of it. Each parameter's count is the same as in
-`torch.optim`.
+gradient in a step, or get another dtype, they part from the others: one part continues with a copy
+of the tensor. Each parameter's count is the same as in `torch.optim`.
 
 A fused kernel is tested on this machine before its first use: it updates scratch tensors, and the
 result must match the formula's. On CPU, `torch._fused_sgd_` does not store bfloat16 and float16
@@ -155,16 +155,18 @@ def _are_laid_out_alike(tensors: Sequence[Tensor]) -> bool:
 def cohorts_of(
     parameters: Iterable[Tensor], states: States, new: NewState, created: list[Tensor]
 ) -> Iterable[Cohort]:
-    """Group the parameters that have a gradient by step tensor. Append new tensors to `created`."""
-    cohorts: dict[int, Cohort] = {}
-    idle: set[int] = set()  # IDs of the step tensors of parameters without a gradient
+    """Group the parameters that have a gradient by step tensor and dtype. Append new tensors to
+    `created`.
+    """
+    cohorts: dict[tuple[int, torch.dtype], Cohort] = {}
+    taken: set[int] = set()  # IDs of step tensors that a cohort must not increment
     steps: dict[Place, Tensor] = {}
     for parameter in parameters:
         gradient = parameter.grad
         state = states.get(parameter)
         if gradient is None:
             if state:
-                idle.add(id(state["step"]))
+                taken.add(id(state["step"]))
             continue
         if gradient.layout is not torch.strided:
             raise _unsuitable(parameter)
@@ -172,16 +174,18 @@ def cohorts_of(
         if state is None or not {"step", *names} <= state.keys():
             state = begin(parameter, states, new, steps, created)
         step = state["step"]
-        cohort = cohorts.get(id(step))
+        place = (id(step), parameter.dtype)
+        cohort = cohorts.get(place)
         if cohort is None:
-            cohort = cohorts[id(step)] = Cohort(step, slots=[[] for _ in names])
+            cohort = cohorts[place] = Cohort(step, slots=[[] for _ in names])
         cohort.parameters.append(parameter)
         cohort.gradients.append(gradient)
         for slot, name in zip(cohort.slots, names, strict=True):
             slot.append(state[name])
-    for shared in idle & cohorts.keys():
-        cohorts[shared].part(states)
-    for cohort in cohorts.values():
+    for (step_id, _), cohort in cohorts.items():
+        if step_id in taken:
+            cohort.part(states)
+        taken.add(step_id)
         cohort.take_shards()
     return cohorts.values()
 
