@@ -11,13 +11,10 @@ __all__ = ["CircuitBreaker"]
 
 
 class CircuitBreaker:
-    """Tracks failures and refuses calls to a server that fails. Thread-safe.
+    """Refuses calls to a server after `threshold` failures in a row. Thread-safe.
 
-    Args:
-        threshold: failures in a row that open the circuit.
-        first_pause_seconds: length of the first pause. Each further failure doubles it.
-        longest_pause_seconds: maximum of every pause, also if the server requests a longer one.
-        clock: monotonic clock, in seconds.
+    Each further failure doubles the pause, up to `longest_pause_seconds`. That is also the longest
+    pause that a server can request.
     """
 
     def __init__(
@@ -41,11 +38,10 @@ class CircuitBreaker:
         self._trying_until = 0.0  # set while one caller makes the trial call
 
     def allows(self) -> bool:
-        """Return whether the caller may make a call now. If so, it reports the result.
+        """Return whether the caller may make a call now, and must then report its outcome.
 
         If the circuit is open and its pause has ended, one caller may make a trial call. Other
-        callers are refused until the trial succeeds, fails, or reports nothing for
-        `longest_pause_seconds`.
+        callers are refused until that caller reports an outcome, or for `longest_pause_seconds`.
         """
         with self._lock:
             now = self._clock()
@@ -75,7 +71,7 @@ class CircuitBreaker:
 
     @property
     def asked_seconds(self) -> float:
-        """Seconds left of the unshortened pause that the server requested. 0 after the pause."""
+        """Seconds left of the server's whole `Retry-After`; 0 once calls are allowed again."""
         with self._lock:
             now = self._clock()
             return self._asked_until - now if now < self._paused_until else 0.0

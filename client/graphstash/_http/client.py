@@ -56,8 +56,8 @@ __all__ = ["ServerClient"]
 _CHUNK_BYTES: Final = 1024**2
 
 _VERIFY_SECONDS: Final = 5.0
-"""Seconds in which a server reads several gigabytes. After a timeout, the server finishes the check
-and drops a damaged artifact, but this client has no answer."""
+"""Enough to read several gigabytes. After a timeout, the server finishes the check and drops a
+damaged artifact, but does not tell this client."""
 
 _EXCHANGE_SECONDS: Final = 10.0
 """Long enough for a server that first fetches the identity provider's keys, in up to 5 seconds."""
@@ -75,11 +75,9 @@ class ServerClient:
         may_write: false once the server has refused a write for lack of permission.
 
     Args:
-        tracer: records each call as a span. Default: no spans.
-        announced: table of the compile times that look-ups announce, shared with another client.
-            Default: a new table.
+        tracer: records each call as a span.
+        announced: table of the compile times that look-ups announce, to share with another client.
         context: TLS context of another client with the same settings. Ignored if there is a tracer.
-            Default: load it from the files that `config` names.
 
     Raises:
         ConfigError: the constructor cannot use a file that `config` names.
@@ -107,9 +105,7 @@ class ServerClient:
 
     @property
     def _transport(self) -> Transport:
-        """The transport. The first call creates it, because many jobs and commands make no call and
-        should not import httpx.
-        """
+        """The transport, created on first use: jobs that make no call should not import httpx."""
         if self._opened is None:
             with unforked(), self._opening:
                 if self._opened is None:
@@ -138,14 +134,13 @@ class ServerClient:
     def with_own_connections(self) -> ServerClient:
         """Return a client with separate connections and the same table of announced compile times.
 
-        The new client shares the TLS context of this client, because the certificate files may have
-        vanished since the job started.
+        It shares the TLS context, because the certificate files may have vanished meanwhile.
         """
         context = self._context if self._opened is None else self._opened.context
         return ServerClient(self.config, announced=self._announced, context=context)
 
     def pause(self, seconds: float) -> None:
-        """Make no call for some seconds, because the server is busy and the job must not wait."""
+        """Make no call for some seconds: the server is busy and the job must not wait."""
         self._transport.pause(seconds)
 
     def name_job(self, job: schema.ManifestName) -> None:
@@ -153,18 +148,14 @@ class ServerClient:
         self._job = job
 
     def copy_only(self) -> None:
-        """Mark further downloads as copies, which the server excludes from the hit rate.
-
-        Servers of earlier releases ignore the mark and count hits and misses.
+        """Mark further downloads as copies, which the server excludes from the hit rate. Earlier
+        releases ignore the mark.
         """
         self._is_copying = True
 
     @property
     def is_read_only(self) -> bool:
-        """Whether this job publishes nothing.
-
-        True if `read_only` is set, no server is configured, or the server has refused a write.
-        """
+        """Whether this job publishes nothing: by its configuration, or after a refused write."""
         return self.config.read_only or not self.may_write or not self.is_configured
 
     def close(self) -> None:
@@ -180,12 +171,7 @@ class ServerClient:
         namespace: schema.Namespace | None = None,
         between_chunks: Callable[[], None] = lambda: None,
     ) -> Downloaded | None:
-        """Write an artifact's blob to `target` and check its digest.
-
-        The client calls `between_chunks` repeatedly while it receives bytes.
-
-        Returns:
-            The digest and metadata of the blob, or None for a miss.
+        """Write an artifact's blob to `target` and check its digest. Return None for a miss.
 
         Raises:
             CacheError: the server does not answer, or the bytes do not match the announced digest.
@@ -208,8 +194,6 @@ class ServerClient:
     ) -> None:
         """Publish the leading bytes of `blob` that `digest` covers.
 
-        The client calls `between_chunks` before it sends each chunk.
-
         Raises:
             ConflictError: the server keeps different bytes under this key.
         """
@@ -231,9 +215,8 @@ class ServerClient:
         *,
         namespace: schema.Namespace | None = None,
     ) -> schema.LookupResponse:
-        """Ask the server which of these artifacts it has, in batches of up to 1,000 keys.
-
-        The result contains no found or withdrawn artifact with another key.
+        """Ask the server which of these artifacts it has, in batches of up to 1,000 keys. Drop
+        artifacts in its response whose keys were not requested.
         """
         requested = tuple(keys)
         known = set(requested)
@@ -291,22 +274,15 @@ class ServerClient:
         return _parsed(schema.VerifyResponse, answer)
 
     def describe(self, descriptions: Sequence[Description]) -> None:
-        """Upload descriptions of compiled graphs, with which the server explains misses.
-
-        One call takes at most `MAX_DESCRIPTIONS` descriptions.
-        """
+        """Upload up to `MAX_DESCRIPTIONS` descriptions, with which the server explains misses."""
         from graphstash_schema.explanation import DescribeRequest
 
         request = DescribeRequest(artifacts=tuple(descriptions))
         self._post("describe", request)
 
     def explain(self, missing: Description, *, min_age_seconds: float = 0.0) -> ExplainResponse:
-        """Return the stored artifacts that are nearest to a missing artifact.
-
-        Args:
-            missing: description of the missing artifact.
-            min_age_seconds: seconds since the run that missed it started. Younger artifacts are not
-                compared; earlier releases of the server compare them.
+        """Return the stored artifacts that are nearest to a missing artifact, without those younger
+        than the run that missed it (`min_age_seconds`). Earlier releases include these.
         """
         answer = self._post(f"explain?min_age_seconds={min_age_seconds:.3f}", missing)
         from graphstash_schema.explanation import ExplainResponse
@@ -343,10 +319,7 @@ class ServerClient:
         )
 
     def acquire(self, key: schema.ArtifactKey, *, wait_seconds: float = 0.0) -> schema.LeaseReply:
-        """Acquire the lease to compile an artifact.
-
-        If another holder has the lease, the server delays its response for up to `wait_seconds`.
-        """
+        """Acquire the lease to compile, after waiting up to `wait_seconds` for another holder."""
         request = schema.LeaseRequest(holder=holder_name(), ttl_seconds=self.config.lease_seconds)
         with self._writing():
             answer = self._transport.call(
@@ -359,11 +332,7 @@ class ServerClient:
         return _parsed(schema.LeaseReply, answer)
 
     def renew(self, key: schema.ArtifactKey, token: str) -> None:
-        """Renew a lease.
-
-        Raises:
-            LeaseLostError: the lease has expired, the upload has ended it, or another job holds it.
-        """
+        """Renew a lease. Raises `LeaseLostError` if it has ended or another job holds it."""
         request = schema.LeaseRequest(holder=holder_name(), ttl_seconds=self.config.lease_seconds)
         self._transport.call(
             "PUT",
@@ -416,10 +385,7 @@ class ServerClient:
     def runs(
         self, job: schema.ManifestName | None = None, *, limit: int = 20, **filters: str
     ) -> RunList:
-        """Return the latest runs of the namespace, or of one job, without their misses.
-
-        `filters` are further parameters of `GET /v1/{namespace}/runs`.
-        """
+        """Return the latest runs, without misses. See `GET /v1/{namespace}/runs` for `filters`."""
         from graphstash_schema.run import RunList
 
         query = {"limit": limit, **({} if job is None else {"job": job}), **filters}
@@ -444,7 +410,7 @@ class ServerClient:
         return self._read(f"{API_PREFIX}/{self.config.namespace}/leases", {}, HeldLeases)
 
     def _read(self, path: str, query: Mapping[str, object], model: type[_Model]) -> _Model:
-        """Call a GET path whose 404 is an error, unlike the 404 of an artifact."""
+        """Make a GET whose 404 is an error, not a miss."""
         from urllib.parse import urlencode
 
         answer = self._transport.call("GET", f"{path}?{urlencode(query)}" if query else path)
@@ -464,7 +430,6 @@ class ServerClient:
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
-        """Make the job read-only if the server refuses a write for lack of permission."""
         try:
             yield
         except (ConflictError, LeaseLostError):

@@ -19,15 +19,11 @@ _PLAIN: Final = re.compile(r"[A-Za-z0-9/._~:@!$&+,;=?-]*")
 _NO_BODY: Final = httpx.ByteStream(b"")
 
 _DEFAULT_HEADERS: Final = {"Accept": "*/*", "Accept-Encoding": "identity"}
-"""Callers read bodies as they arrive, so a proxy must not compress them."""
+"""Callers do not decompress bodies, so a proxy must not compress them."""
 
 
 class LeanClient:
-    """Sends requests to one server. Thread-safe.
-
-    Args:
-        transport: sends the requests. The creator closes it.
-    """
+    """Sends requests to one server. Thread-safe. The creator closes `transport`."""
 
     def __init__(
         self, transport: httpx.BaseTransport, *, base_url: str, headers: Mapping[str, str]
@@ -62,7 +58,7 @@ class LeanClient:
             self._url,
             headers=all_headers,
             content=content,
-            # For a request without a body, httpx need not derive headers.
+            # Without a body, httpx has no headers to derive from it.
             stream=_NO_BODY if content is None and method == "GET" else None,
             extensions={
                 "timeout": timeout.as_dict(),

@@ -1,13 +1,13 @@
 """Transport: make one call that ends with a response or a `CacheError`.
 
 Every connection attempt, every read and every whole call has a time limit. The client
-distinguishes three kinds of failures:
+distinguishes these failures:
 
-    busy     429, 503, and `BusyError`. During a pause that the server requests with `Retry-After`,
-             calls fail at once, with the same error
-    down     nothing answers, which feeds the circuit breaker. After a timeout, the server may only
-             be slow, so the error is a `BusyError` until the circuit opens
-    broken   a wrong answer, which feeds the circuit breaker
+    refused  another 4xx: a working server, so the circuit breaker closes
+    busy     429 or 503. During the server's `Retry-After`, calls fail at once with the same error
+    down     no response: a failure for the circuit breaker. A timeout is a `BusyError` until the
+             circuit opens, if a retry does no harm: the server may only be slow
+    broken   a wrong response or another 5xx: a failure for the circuit breaker
 """
 
 import ssl
@@ -40,11 +40,11 @@ _SLOWEST_UPLOAD_BYTES_PER_SECOND: Final = 256 * 1024
 """Minimum mean rate. A slower upload is abandoned. Uploads run in the background."""
 
 _SLOW_SECONDS: Final = 1.0
-"""Maximum seconds until the next call after a timeout."""
+"""`retry_after_seconds` of the `BusyError` after a timeout."""
 
 _MAX_SLOW_SECONDS: Final = 10.0
-"""Maximum seconds that a job waits for a server that does not answer, with the timeouts. The
-circuit breaker usually ends the wait before."""
+"""Maximum seconds that a job waits for a server that does not answer, including the timeouts. The
+circuit breaker usually ends the wait earlier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,6 @@ class Answer:
     """A response with a status below 400, or the 404 of a GET.
 
     Attributes:
-        status: HTTP status.
         headers: headers, with case-insensitive names.
         body: empty if the caller streams it.
         is_redirected: whether the bytes come from storage instead of the server.
@@ -67,18 +66,13 @@ class Answer:
 class Transport:
     """Sends requests to one server. Thread-safe, and usable in a forked child.
 
-    Paths have a leading slash. A failed call raises a `CacheError`, whose subclass and reason say
-    what failed.
-
-    Args:
-        config: URL, credentials and time limits.
-        context: see the attribute. Default: load it from the files that `config` names.
+    Paths have a leading slash. A failed call raises a `CacheError`.
 
     Raises:
         ConfigError: a certificate file is unusable.
 
     Attributes:
-        context: TLS context for the server, or None until the first connection needs one.
+        context: TLS context for the server. None: loaded when the first connection needs it.
         job: name of the job, sent with each request for the server's statistics.
         is_copying: whether downloads are copies, which count neither as hits nor as misses.
         takes_redirects: whether the server may redirect downloads to storage. False after the first
@@ -115,10 +109,7 @@ class Transport:
         json: bytes | None = None,
         patience_seconds: float = 0.0,
     ) -> Answer:
-        """Make a call, and return its small response, also the 404 of a GET, which is a miss.
-
-        `patience_seconds` are extra seconds to wait for the first byte, for a long poll.
-        """
+        """Make a call with a small response. A long poll waits `patience_seconds` longer for it."""
         all_headers = dict(headers or {})
         if json is not None:
             all_headers["Content-Type"] = "application/json"
@@ -139,10 +130,8 @@ class Transport:
     def download(
         self, path: str, *, deadline: Deadline
     ) -> Iterator[tuple[Answer, Iterator[bytes]]]:
-        """Stream the body of a GET, from the server or from storage. Empty for a 404.
-
-        Iterating also raises `CacheError`, for example if the body ends before its
-        `Content-Length`.
+        """Stream the body of a GET, from the server or from storage. Empty for a 404. The iterator
+        may also raise `CacheError`, for example if the body is too short.
         """
         headers: dict[str, str] = {}
         if self.takes_redirects:
@@ -169,10 +158,8 @@ class Transport:
     def _followed(
         self, answer: Answer, deadline: Deadline
     ) -> Iterator[tuple[Answer, Iterator[bytes]]]:
-        """Yield the server's headers with the bytes from storage.
-
-        The storage gets no token, no client certificate and no other header of the server's
-        requests. Callers compare the bytes with the digest that the server announced.
+        """Yield the server's headers with the bytes from storage, which gets no token and no client
+        certificate. Callers compare the bytes with the digest that the server announced.
         """
         location = answer.headers.get("Location", "")
         origin = _origin_of(location)
@@ -206,9 +193,8 @@ class Transport:
         chunks: Callable[[], Iterator[bytes]],
         size_bytes: int,
     ) -> Answer:
-        """Make a PUT whose body is streamed.
-
-        `chunks` returns the body. It is called again if a kept connection turns out to be closed.
+        """Make a PUT with a streamed body. If the server has closed a kept connection, `chunks` is
+        called again.
         """
         all_headers = dict(headers) | {
             "Content-Length": str(size_bytes),
@@ -292,7 +278,6 @@ class Transport:
         self._breaker.pause(seconds)
 
     def _check_circuit(self) -> None:
-        """Raise if the client must make no call now."""
         busy, seconds = self._busy, self._breaker.asked_seconds
         if busy is not None and seconds > 0.0:
             patience = busy.patience_seconds
@@ -302,17 +287,16 @@ class Transport:
 
     @contextmanager
     def _judged(self, method: str, token: str) -> Iterator["_Exchange"]:
-        """Report the outcome of a call to the circuit breaker."""
         exchange = _Exchange()
         try:
             yield exchange
         except BusyError as error:
             self._busy = error
             if error.is_full:
-                # It refuses new connections only; other threads may have an open one.
+                # The server refuses only new connections. Other threads may have open ones.
                 self._breaker.succeeded()
             else:
-                # The server asks many processes at once, which must not all return at once.
+                # Many processes get the same Retry-After, and must not all return at once.
                 self._breaker.pause(error.retry_after_seconds * uniform(1.0, 1.5))  # noqa: S311 - no secret
             raise
         except TransportError as error:
@@ -342,8 +326,6 @@ class Transport:
 
 @dataclass(frozen=True, slots=True)
 class _Repeated:
-    """A body that can be iterated more than once."""
-
     chunks: Callable[[], Iterator[bytes]]
 
     def __iter__(self) -> Iterator[bytes]:
@@ -352,13 +334,11 @@ class _Repeated:
 
 @dataclass(slots=True)
 class _Exchange:
-    """A call. `is_answered` is true once the head of the response has arrived."""
-
-    is_answered: bool = False
+    is_answered: bool = False  # whether the head of the response has arrived
 
 
 def _may_be_slow(error: TransportError, method: str) -> bool:
-    """Return whether a server that is only slow causes this error, and a retry does no harm."""
+    """Return whether the server may only have been slow, and a retry does no harm."""
     timeout = error.__cause__
     is_unsent = isinstance(timeout, httpx.ConnectTimeout | httpx.PoolTimeout)
     return is_unsent or (isinstance(timeout, httpx.ReadTimeout) and method == "GET")
