@@ -77,7 +77,7 @@ class _Run:
         self.losses: list[float] = []
         self.divergence = Divergence()
         self.positions: dict[int, dict[str, Any]] = {}
-        """Position in the data after the batches of each boundary's step, by step."""
+        """By step of a boundary: the position in the data once the step's batches are loaded."""
         self.interval_began = 0.0
         self.loaded = 0
         """Number of steps for which at least one batch was loaded."""
@@ -111,7 +111,7 @@ class _Run:
         self.done = self.logged = self.saved = found.step
 
     def _load_position(self, found: Checkpoint) -> None:
-        """Restore data position and generators, also from another number of processes."""
+        """Restore data position and generators. Another number of processes may have saved them."""
         data, random = found.state["data"], found.state["random"]
         rank, processes = self.parallel.rank, len(data)
         if processes != self.parallel.world and not isinstance(self.options.data, Batches):
@@ -120,7 +120,7 @@ class _Run:
                 "resume with as many, or give another directory (the position of `Batches` can "
                 "be resumed with any number of processes)"
             )
-        # The modulo suits more processes than before: `Batches` has the same position in all.
+        # Modulo, because there may be more processes now. `Batches` has the same position in all.
         self.position.load_state_dict(data[rank % processes])
         set_random_state(random[rank % processes], self.device)
         if rank >= processes:
@@ -237,8 +237,8 @@ class _Run:
         stops_between = self.checkpoints is None and self.parallel.world == 1
         while self.done < self.options.steps:
             if self.parallel.world == 1 and (self.stop_requested or signals.received):
-                # The position in the data is after the loaded batches. A checkpoint of an earlier
-                # step would lose them, so train on them first.
+                # The position in the data is after the loaded batches. A checkpoint now would lose
+                # them, so train on them first.
                 loader.stop_loading()
             batches = next(loader, None)
             if batches is None:
@@ -464,7 +464,7 @@ _Loader = DeviceLoader[tuple[Any, ...]] | InlineLoader[tuple[Any, ...]]
 
 
 def _rates(optimizer: Mapping[str, Any]) -> dict[str, object]:
-    """Return the options of each group, with its initial learning rate if it has a schedule."""
+    """Return the options of each group that no schedule changes, and initial learning rates."""
     found: dict[str, object] = {}
     for number, group in enumerate(optimizer["param_groups"]):
         scheduled = {"betas", "momentum"} if "max_momentum" in group else set()
@@ -498,7 +498,7 @@ def _constants(schedule: Mapping[str, Any] | None) -> dict[str, object]:
 
 
 def _sizes(options: Options) -> dict[str, int]:
-    """Return the number of steps, and batch size and data size if the data reports them."""
+    """Return the number of steps, and the sizes that the data reports."""
     data: Any = options.data
     sizes = {"steps": options.steps}
     if isinstance(batch_size := getattr(data, "batch_size", None), int):
@@ -521,13 +521,10 @@ class _Signals:
 
     A second SIGINT raises KeyboardInterrupt. Does nothing outside the main thread, and keeps a
     SIGINT handler that is not Python's.
-
-    Attributes:
-        received: number of the received signal, or 0.
     """
 
     def __init__(self, *, interrupt: bool) -> None:
-        self.received = 0
+        self.received = 0  # number of the signal
         self._interrupt = interrupt
         self._before: dict[int, Any] = {}
 
@@ -561,7 +558,7 @@ _R = TypeVar("_R")
 def _with_parameters_of(
     make: Callable[_P, Options],
 ) -> Callable[[Callable[[Options], _R]], Callable[_P, _R]]:
-    """Call a function of `Options` with the arguments of `make`, and give it that signature."""
+    """Let a function of `Options` take the arguments of `make`, which makes the options."""
 
     def decorate(function: Callable[[Options], _R]) -> Callable[_P, _R]:
         @wraps(function)
@@ -598,16 +595,17 @@ def train(options: Options) -> TrainingResult:  # noqa: D417 - documents the fie
         schedule: stepped after every step.
         traced: run the whole step as one graph; see `traced_step` for its requirements.
         fuse: update parameters inside backward or right before the next forward; see `fuse`. All
-            updates are made before callbacks, evaluations and checkpoints, so a callback with
-            `on_step` makes "forward" update at once. A resumed run may use another value.
+            updates are made before callbacks, evaluations and checkpoints: if a callback has
+            `on_step`, "forward" means at the end of the step. A resumed run may use another value.
         reduce: how processes of torch.distributed sum gradients that are mostly zero; see
             `graphstash.training.reduce`.
-        ahead: batches that threads load and upload in advance. Default: 2, or 0 on a CPU without
-            torch_xla, where model and data draw from the same random generator.
-        log_every: steps between two logging boundaries.
+        ahead: steps whose batches threads load and upload in advance. Default: 2, or 0 on a CPU
+            without torch_xla, where model and data draw from the same random generator.
+        log_every: maximum steps between two logging boundaries. Each evaluation and checkpoint is
+            at a boundary.
         metrics: names of further numbers in the result of `loss`, logged with it.
-        evaluate: `evaluate(model)` returns metrics; called in `eval()` mode without gradients. With
-            an optimizer that has `eval()` and `train()`, the model holds its averages.
+        evaluate: `evaluate(model)` returns metrics; called in `eval()` mode without gradients. If
+            the optimizer has `eval()` and `train()`, the model then contains its averages.
         evaluate_every: steps between two evaluations. Step `steps` is always followed by one.
         checkpoints: directory of the checkpoints. Training resumes from the newest one, if any.
             SIGTERM and Ctrl-C write another after the steps of the loaded batches or, with several

@@ -58,7 +58,7 @@ __all__ = [
 ]
 
 Options = tuple[Any, ...]
-"""The option values that are constants of the graph."""
+"""Option values that are constants of the graph."""
 
 Group = Mapping[str, Any]
 """A parameter group: options, and usually `params`."""
@@ -82,14 +82,11 @@ class Layout(NamedTuple):
 
 
 class Split(NamedTuple):
-    """The inputs of an update. `gradients`, `parameters` and each slot have equal lengths.
-
-    If the loss is maximized, the gradients are negated.
-    """
+    """The inputs of an update. `gradients`, `parameters` and each slot have equal lengths."""
 
     scalars: list[Tensor]  # each []
-    gradients: list[Tensor]
-    step: Tensor  # [], the number of earlier steps
+    gradients: list[Tensor]  # negated if the loss is maximized
+    step: Tensor  # [], the number of earlier good steps
     parameters: list[Tensor]
     slots: list[list[Tensor]]
     found_inf: Tensor | None  # []
@@ -105,8 +102,8 @@ and this step if it is good."""
 def selecting(formula: Formula) -> Callable[[list[Tensor], Layout], list[Tensor]]:
     """Return a function that applies a formula, but returns the old values on a bad step.
 
-    Its first argument is a flat list of the tensors in the order of `Split`. If the gradients are
-    still scaled, the loss scale is the last element. It returns step, parameters and slots.
+    Its first argument is a flat list of the tensors in the order of `Split`, then of the loss scale
+    if the gradients are still scaled. It returns step, parameters and slots.
     """
 
     def update(inputs: list[Tensor], layout: Layout) -> list[Tensor]:
@@ -164,16 +161,16 @@ def _split(inputs: list[Tensor], layout: Layout) -> Split:
 
 
 class TorchOptions(TypedDict, total=False):
-    """Keyword arguments that every optimizer takes. Most are those of torch.optim.
+    """Keyword arguments of every optimizer. Most are torch.optim's.
 
     Attributes:
         master_weights: Store a float32 copy of bfloat16 or float16 parameters, and their moments in
-            float32, so that small changes add up. Default: False. torch.optim has no such copy.
+            float32, so that small changes add up. Default: False.
         fused: False: never use torch's fused kernels. None or True: use a fused kernel on plain
             torch if it gives the formula's results. Default: None.
-        foreach: Has no effect.
+        foreach: Has no effect, but must not be True if `fused` is.
         capturable: Has no effect.
-        differentiable: Must be False, because no step can be differentiated.
+        differentiable: Must be False.
         amp_scaling: True: `step` divides by the loss scale and skips bad steps, without reading the
             device. False: torch.amp.GradScaler or Lightning does both and reads the device.
             Lightning can clip gradients only with False. Default: True.
@@ -202,8 +199,8 @@ def can_be_squared(gradient: Tensor) -> Tensor:
     """Return whether the sum of the gradient's squares is finite, as a bool tensor of shape [].
 
     Otherwise an optimizer's sums of squares overflow to inf and become NaN at the next step. The
-    sum of all squares bounds the product of any two elements. Call this for each parameter,
-    so that its result does not depend on which parameters are updated with it.
+    sum of all squares bounds the product of any two elements. Call this for each parameter alone:
+    its result must not depend on the parameters that are updated with it.
     """
     norm: Tensor = torch.linalg.vector_norm(gradient)
     return torch.isfinite(norm.square())
@@ -212,9 +209,8 @@ def can_be_squared(gradient: Tensor) -> Tensor:
 def decayed(
     gradients: Iterable[Tensor], parameters: Iterable[Tensor], weight_decay: Tensor
 ) -> list[Tensor]:
-    """Return gradients + weight_decay * parameters, or the gradients if weight_decay is 0.
-
-    A parameter may contain infinity, such as an attention mask, and infinity * 0 is NaN.
+    """Return gradients + weight_decay * parameters, or the gradients if weight_decay is 0: infinity
+    in a parameter, such as an attention mask, times 0 is NaN.
     """
     is_off = weight_decay == 0
     gradients = list(gradients)
@@ -224,7 +220,7 @@ def decayed(
 
 
 def options_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a constructor that are options, given its `locals()`."""
+    """Return the options among the `locals()` of a constructor."""
     return {name: each for name, each in arguments.items() if name not in _NO_OPTIONS}
 
 
@@ -246,9 +242,9 @@ def require_count(group: Group, count: int, name: str) -> None:
 class SyncFreeOptimizer(Optimizer):
     """Base of the sync-free optimizers; see the module's docstring.
 
-    State and parameter groups have torch's names. An optimizer and the one of the same name in
-    `torch.optim` can therefore load each other's state dictionaries. `torch.optim.lr_scheduler`
-    works as usual: the next step uploads changed values, and no graph changes.
+    An optimizer and the class of the same name in `torch.optim` can load each other's state
+    dictionaries. `torch.optim.lr_scheduler` works: the next step uploads changed values, and no
+    graph changes.
 
     Parameters must be real floating-point tensors with dense gradients.
     """
@@ -278,7 +274,7 @@ class SyncFreeOptimizer(Optimizer):
             raise ValueError(f"{name} cannot be differentiable; use torch.optim for that")
         if known["foreach"] and known["fused"]:
             raise ValueError("fused and foreach cannot both be True")
-        # torch.optim expects all of its options in the groups of a state dictionary that it loads.
+        # torch.optim requires all of its options in the groups of a loaded state dictionary.
         super().__init__(params, defaults | known)
         self._scalars = DeviceScalars()
         self._checked_kernels: dict[Hashable, bool] = {}
@@ -326,20 +322,19 @@ class SyncFreeOptimizer(Optimizer):
                 f"with master_weights=False (got {', '.join(map(str, dtypes))})"
             )
 
-    # What a formula needs; subclasses override it.
+    # Class variables that describe the formula.
 
     _nonnegative: ClassVar[tuple[str, ...]] = ("lr", "weight_decay", "eps")
     """Options that must be at least 0."""
     _numbers: ClassVar[tuple[str, ...]] = ("lr", "weight_decay", "betas")
-    """Options that may change from step to step, in the formula's order. `betas` come last: all
-    beta, then all 1 - beta, then all log(beta).
-    """
+    """Options that may change from step to step, in the formula's order. `betas` are last: all
+    beta, all 1 - beta, all log(beta)."""
     _constants: ClassVar[tuple[str, ...]] = ("eps",)
     """Options that are constants of the graph, in the formula's order."""
     _moments: ClassVar[tuple[str, ...]]
     """State tensors that every parameter has besides `step`."""
     _refuses_shards: ClassVar[str] = ""
-    """Why sharded parameters are refused, and what to use instead. "": they are updated."""
+    """Error message for sharded parameters. Empty if the class supports them."""
 
     def _check(self, group: Group) -> None:
         at_least(group, 0, *self._nonnegative)
@@ -353,7 +348,7 @@ class SyncFreeOptimizer(Optimizer):
                 raise ValueError(f"betas[{number}] must be at least 0 and below 1 (got {beta})")
 
     def _scheduled(self, group: Group) -> dict[str, float | Tensor]:
-        """Return the values that may change from step to step, in the formula's order."""
+        """Return the values of `_numbers`, in the formula's order."""
         values = {name: group[name] for name in self._numbers}
         betas = values.pop("betas", ())
         values |= {f"beta{number}": beta for number, beta in enumerate(betas, 1)}
@@ -366,17 +361,16 @@ class SyncFreeOptimizer(Optimizer):
         return tuple(group[name] for name in self._constants)
 
     def _slots(self, group: Group) -> tuple[str, ...]:
-        """Return the names of each parameter's state tensors, except `step` and `MASTER`."""
+        """Return the names of a parameter's state tensors, except `step` and `MASTER`."""
         del group
         return self._moments
 
     def _slots_of(self, group: Group, parameter: Tensor) -> tuple[str, ...]:
-        """Return the names for one parameter. Override this if they depend on its shape."""
+        """Override this method if the names depend on the parameter's shape."""
         del parameter
         return self._slots(group)
 
     def _beginning(self, group: Group, parameter: Tensor, name: str) -> Tensor:
-        """Return the initial value of a state tensor."""
         del name
         dtype = torch.float32 if group["master_weights"] else None
         return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format)
@@ -385,8 +379,6 @@ class SyncFreeOptimizer(Optimizer):
         """Return torch's fused kernel with its arguments, or None if it lacks these options."""
         del group, cohort
         return None
-
-    # The step.
 
     @torch.no_grad()
     def step(
@@ -406,9 +398,6 @@ class SyncFreeOptimizer(Optimizer):
                 overflow; such a step still counts.
             grad_scale: [], on the parameters' device: the loss scale by which to divide the
                 gradients first. None: the gradients are not scaled.
-
-        Returns:
-            The closure's result, or None.
 
         Raises:
             TypeError: found_inf is not a tensor.
@@ -431,9 +420,8 @@ class SyncFreeOptimizer(Optimizer):
         found_inf: Tensor | None = None,
         grad_scale: Tensor | None = None,
     ) -> None:
-        """Update only some parameters; see `step`. Call this under `no_grad`.
-
-        `groups` maps the index of a group to its options and the parameters to update.
+        """Update the parameters in `groups`, by index of the group; see `step`. Call this under
+        `no_grad`.
         """
         if found_inf is not None:
             found_inf = _checked(found_inf)
@@ -451,16 +439,15 @@ class SyncFreeOptimizer(Optimizer):
             self._update_cohort(index, group, cohort)
 
     def refresh(self) -> None:
-        """Upload numbers that the host has changed, such as the learning rate.
+        """Upload numbers that the host has changed, such as the learning rate, into their tensors.
 
-        `step` does the same. A traced step, which replays `step`, calls this first. The tensors
-        stay the same objects.
+        `step` does the same. A traced step replays only the graph of `step`, and calls this first.
         """
         for index, group in enumerate(self.param_groups):
             self._scalars.refresh(index, self._scheduled(group))
 
     def device_tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors of the state, and the uploaded numbers such as the learning rate."""
+        """Yield the tensors of the state, and the uploaded numbers."""
         seen = set()
         for state in self.state.values():
             for value in state.values():
@@ -507,8 +494,8 @@ class SyncFreeOptimizer(Optimizer):
         cohort.step += 1.0 if found_inf is None else (found_inf == 0).to(cohort.step.dtype)
         bad = None if found_inf is None else (found_inf != 0).float()
         kernel(grad_scale=cohort.grad_scale, found_inf=bad)
-        # torch's kernels (2.7 to 2.15) do not increment it. A later backward would then use the new
-        # values instead of raising an error.
+        # torch's kernels (2.7 to 2.15) do not increment the version counters of the parameters. A
+        # later backward would then use the new values instead of raising an error.
         increment_version(cohort.parameters)
 
     def _update_by_formula(self, group: Group, cohort: Cohort, scalars: Sequence[Tensor]) -> None:
@@ -575,12 +562,10 @@ class SyncFreeOptimizer(Optimizer):
                     begin(parameter, self.state, self._new_state(group), steps, unmaterialized)
         materialize(unmaterialized)
 
-    # State dictionaries.
-
     def state_dict(self) -> dict[str, Any]:
-        """Return a state dictionary in torch's format. Reads the device once per step count.
+        """Return a state dictionary in torch's format, without the state of parameters at step 0.
 
-        Each `step` becomes a tensor on the host. The state of parameters at step 0 is left out.
+        Reads the device once for each `step` tensor, which many parameters share.
         """
         state_dict = super().state_dict()
         on_host: dict[int, float] = {}
@@ -600,11 +585,11 @@ class SyncFreeOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dictionary of this class or of torch's class of the same name.
 
-        Options that the dictionary lacks keep their values. A ConfigError is raised before
-        anything changes.
+        Options that the dictionary lacks keep their values.
 
         Raises:
             ConfigError: saved options or state do not fit this optimizer and its parameters.
+                Nothing has changed.
             ValueError: the dictionary has other groups.
         """
         kept = [dict(group) for group in self.param_groups]
@@ -632,7 +617,7 @@ class SyncFreeOptimizer(Optimizer):
                     adopted += self._adopt(group, parameter, state, steps)
             counts += steps.values()
         materialize(adopted)
-        settle(counts)  # last: counts are also the youngest tensors of new state
+        settle(counts)  # last, because `materialize` recreates the counts of new state last
         self._begin_early(self.param_groups)
 
     def _adopt(
@@ -662,7 +647,7 @@ class SyncFreeOptimizer(Optimizer):
         return [state[name] for name in names]
 
     def _check_loaded(self, group: Group, saved: Group, states: Sequence[Group]) -> None:
-        """Raise ConfigError if a saved group or its states are of another optimizer or model."""
+        """Raise ConfigError if another optimizer or model saved the group."""
         name = type(self).__name__
         remedy = "load only the model, and begin with new state"
         for option in self.defaults.keys() & saved.keys():
@@ -707,17 +692,14 @@ class SyncFreeOptimizer(Optimizer):
                 )
 
     def _shapes_of(self, group: Group, like: Tensor) -> dict[str, torch.Size]:
-        """Return the shapes of all state tensors that a dictionary may have besides `step`.
-
-        `like` has the parameter's shape and dtype, and no values.
-        """
+        """Return the shapes of the state tensors, without `step`, of a parameter like `like`."""
         new = self._new_state(group)
         return {name: new.beginning(like, name).shape for name in new.names(like)}
 
     def _other_makers(self, saved: Mapping[str, Any]) -> list[str]:
-        """Return the names of the optimizers that may have saved a group: it contains all of their
-        options, and no other optimizer with more options fits. Return an empty list if this class
-        may have saved it. State names prove little: half of all optimizers have an `exp_avg`.
+        """Return the names of the optimizers that may have saved a group, or an empty list if this
+        class may have. Of the optimizers whose options are all in the group, those with the most
+        options count. State names prove little: half of all optimizers have an `exp_avg`.
         """
         fitting = [
             (len(names), maker) for maker, names in _options_of_makers() if names <= {*saved}
@@ -733,29 +715,24 @@ class SyncFreeOptimizer(Optimizer):
         return sorted(makers)
 
     def _has_moments(self, group: Group, parameter: Tensor, saved: Collection[str]) -> bool:
-        """Return whether `saved` contains all needed names. `max_exp_avg_sq` may be missing,
-        because amsgrad may have been enabled since.
-        """
+        # `max_exp_avg_sq` may be missing: amsgrad may have been enabled since.
         return {*self._slots_of(group, parameter)} - {"max_exp_avg_sq"} <= {*saved}
 
     def _uses_step(self, group: Group) -> bool:
-        """Return whether an update depends on the number of earlier steps."""
         del group
         return True
 
     def _step_of(self, state: Mapping[str, Any]) -> float:
-        """Return the step count of loaded state that has no `step`: 1 if it has tensors, else 0."""
+        """Return the step count of loaded state without `step`: 1 if it has tensors, else 0."""
         return float(any(value is not None for value in state.values()))
 
 
 _DECOUPLED: Final = "decoupled_weight_decay"
-"""Distinguishes AdamW from Adam, but from no other class: torch's NAdam and RAdam also have it."""
+"""True for AdamW, false for Adam. Its presence proves nothing: torch's NAdam and RAdam have it."""
 
 
 def _options_of_makers() -> Iterator[tuple[str, set[str]]]:
-    """Yield name and option names of the classes in torch.optim, and of all subclasses of
-    `SyncFreeOptimizer` with an `__init__`. `_DECOUPLED` is left out.
-    """
+    """Yield name and options, except `_DECOUPLED`, of all optimizers here and in torch.optim."""
     torch_classes = [each for each in vars(optim).values() if isinstance(each, type)]
     for maker in [*_makers_below(SyncFreeOptimizer), *torch_classes]:
         if issubclass(maker, Optimizer) and maker is not Optimizer:
@@ -801,10 +778,8 @@ def _scalar_on(scalar: Tensor | None, device: torch.device) -> Tensor | None:
 
 
 class DeviceScalars:
-    """Numbers of an optimizer's groups, as tensors on the devices of its parameters.
-
-    A Python number would become a constant of the graph, or one upload per parameter. A tensor is
-    uploaded once for each change on the host.
+    """Numbers of an optimizer's groups, as tensors on the devices of its parameters. Python numbers
+    would be constants of the graph, or one upload per parameter.
     """
 
     def __init__(self) -> None:
@@ -822,10 +797,7 @@ class DeviceScalars:
     ) -> list[Tensor]:
         """Return the tensors of `values`. Upload numbers that are new or have changed.
 
-        Each call for a group must pass the same names. Values are numbers or tensors on the host.
-
-        Raises:
-            ValueError: a value is a tensor on a device.
+        Each call for a group must pass the same names. Raises ValueError for a tensor on a device.
         """
         numbers = list(map(_number, values.values()))
         place = (group, device, dtype)
@@ -836,7 +808,7 @@ class DeviceScalars:
         return self._scalars[place][1]
 
     def refresh(self, group: int, values: Mapping[str, float | Tensor]) -> None:
-        """Upload the numbers of a group that `get` has uploaded before and that have changed."""
+        """Upload the changed numbers of a group, to the devices that `get` has used."""
         for place in self._scalars:
             if place[0] == group:
                 self._update(place, list(map(_number, values.values())))

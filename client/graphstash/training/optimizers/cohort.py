@@ -32,10 +32,10 @@ __all__ = [
 ]
 
 Place = tuple[torch.device, torch.dtype, tuple[str, ...]]
-"""Device, dtype and names of the state tensors, equal for parameters that may share a step."""
+"""A parameter's device, dtype and state names. Parameters that share a step have the same place."""
 
 MASTER: Final = "master"
-"""Name of the float32 state tensor that a half-precision parameter is a rounded copy of."""
+"""Name of the float32 state tensor; the half-precision parameter is its rounded copy."""
 
 States = MutableMapping[Tensor, dict[str, Any]]
 """State tensors by parameter and name; an optimizer's `state`."""
@@ -45,9 +45,9 @@ class NewState(NamedTuple):
     """How to create the state of a group's parameters."""
 
     names: Callable[[Tensor], tuple[str, ...]]
-    """Return the names of a parameter's state tensors, without `step`."""
+    """Returns the names of a parameter's state tensors, without `step`."""
     beginning: Callable[[Tensor, str], Tensor]
-    """Return the initial value of a state tensor."""
+    """Returns the initial value of a state tensor."""
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class Cohort:
 
     @property
     def wide(self) -> torch.dtype:
-        """The dtype of scalars that the host uploads, such as the learning rate."""
+        """The dtype of uploaded scalars, such as the learning rate."""
         return torch.float64 if self.parameters[0].dtype == torch.float64 else torch.float32
 
     def part(self, states: States) -> None:
@@ -98,7 +98,7 @@ class Cohort:
             shape    a kernel would write past the end of a smaller state tensor
             layout   without gaps: CUDA kernels raise an error, CPU kernels (torch 2.7) do not check
 
-        Each parameter is checked alone, so that its bits do not depend on the other parameters.
+        The result for a parameter, and thus its bits, does not depend on the other parameters.
         """
         if not self.allows_fused_kernels():
             return None, self
@@ -127,7 +127,7 @@ class Cohort:
         )
 
     def suits_kernels(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether the tensors of a parameter have one dtype, shape and layout."""
+        """Return whether the tensors of a parameter have its dtype, shape and layout."""
         dtype, shape = self.parameters[0].dtype, tensors[0].shape
         for tensor in tensors:  # faster than any()
             if tensor.dtype is not dtype or tensor.shape != shape:
@@ -135,9 +135,8 @@ class Cohort:
         return _are_laid_out_alike(tensors)
 
     def allows_fused_kernels(self) -> bool:
-        """Return whether a kernel may run now.
-
-        Not during tracing or capture, which would freeze the host's scalars, such as betas.
+        """Return whether a kernel may run now. Tracing and capture would freeze the host's scalars,
+        such as betas.
         """
         device = self.device.type
         if device not in {"cpu", "cuda"} or torch.compiler.is_compiling() or formula_only.get():
@@ -200,8 +199,8 @@ def begin(
     """Create the missing state tensors of a parameter, and append them to `created`.
 
     A parameter without any, for example after SGD got a momentum, starts from step 0. If only some
-    are missing, because an option changed, the step count stays. Parameters that begin together
-    share the step tensors in `steps`.
+    are missing, because an option changed, the step count stays. Equal places share a tensor in
+    `steps`.
 
     Raises:
         RuntimeError: the parameter is complex.
@@ -247,10 +246,8 @@ _TOLERANCE: Final = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4
 
 
 def computes_the_same(kernel: Update, formula: Update, like: Cohort) -> bool:
-    """Return whether two steps of the kernel give the formula's result, except for rounding.
-
-    `like` has the device, the dtype and the number of state tensors to test. If it has `found_inf`,
-    a third step with `found_inf` set must change no bit.
+    """Return whether two steps of the kernel give the formula's result, except for rounding. If
+    `like` has `found_inf`, a third step with `found_inf` set must change no bit.
     """
     fused, expected = _scratch(like), _scratch(like)
     for number in (1, 2):
