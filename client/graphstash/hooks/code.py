@@ -1,8 +1,8 @@
 """Describe Python code and the values that it reads, in text that is equal in every process.
 
 The description of a function consists of its bytecode, its defaults, and every global and closure
-variable that the bytecode reads, transitively. A value that cannot be described raises
-`UndescribableError`. Otherwise two jobs with different values could compute the same key.
+variable that the bytecode reads, transitively. A value without a description raises
+`UndescribableError`: if it were omitted, jobs with different values could compute the same key.
 """
 
 import abc
@@ -68,7 +68,7 @@ _REFLECTION: Final = frozenset(
         *("currentframe", "f_back", "f_builtins", "f_globals", "f_locals", "gi_frame", "tb_frame"),
     }
 )
-"""Names through which code reads values that its description does not cover."""
+"""Names through which code reads values that its description lacks."""
 
 _ATTRIBUTES: Final = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 _GLOBALS: Final = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"})
@@ -87,8 +87,8 @@ _OMITTED_ATTRIBUTES: Final = frozenset(
         *("_abc_impl", "__dataclass_fields__", "__dataclass_params__"),
     }
 )
-"""Omitted class attributes. Dataclass fields are described separately, without their types. Code
-that reads the others is refused, except `__dict__` and `__weakref__`."""
+"""Class attributes that a description omits. Code that reads one of them is refused, except for
+`__dict__` and `__weakref__`. `_class` describes the fields of dataclasses, but not their types."""
 
 _UNDESCRIBED: Final = frozenset(
     {
@@ -96,16 +96,16 @@ _UNDESCRIBED: Final = frozenset(
         *("co_filename", "co_firstlineno", "co_lines", "co_linetable", "co_lnotab", "co_positions"),
     }
 )
-"""Attributes that descriptions of classes and functions omit."""
+"""Omitted attributes of classes and functions, which described code must not read."""
 
 _OF_MEMBER: Final = frozenset({"__objclass__", "_name_", "_sort_order_", "_value_"})
-"""Attributes of a member of an enumeration that its name, value and class determine."""
+"""Attributes of an enum member that follow from its name, value and class."""
 
 _MAX_ARRAY: Final = 4096
 """Maximum number of elements of a NumPy array."""
 
 _OPTIONS: Final = ("noinline", "debug", "do_not_specialize", "do_not_specialize_on_alignment")
-"""Arguments of `triton.jit` that the `cache_key` of a kernel omits."""
+"""Arguments of `triton.jit` that a kernel's `cache_key` omits."""
 
 _MAX_OBJECTS: Final = 20_000
 """Maximum number of objects in one description. Code with more probably refers to a library."""
@@ -118,10 +118,8 @@ class UndescribableError(ValueError):
 
 
 class CodeDescriber:
-    """Describes values. An object that occurs again is described by its number.
-
-    Args:
-        known: root packages that the compiler's own key covers.
+    """Describes values; a repeated object by its number. The compiler's own key covers the root
+    packages `known`.
     """
 
     def __init__(self, *known: str) -> None:
@@ -130,11 +128,7 @@ class CodeDescriber:
         self._seen: dict[int, tuple[int, Any]] = {}
 
     def describe(self, value: Any) -> str:
-        """Return the description of a value.
-
-        Raises:
-            UndescribableError: the value, or a value that it refers to, has none.
-        """
+        """Describe a value. Raises `UndescribableError` if it refers to an indescribable value."""
         if value is _ABSENT:
             return "absent"
         if type(value) in _PLAIN:
@@ -155,10 +149,8 @@ class CodeDescriber:
         return None
 
     def registered(self, function: Any) -> str:
-        """Return the description of a function that the user registered with the compiler.
-
-        Raises:
-            UndescribableError: as in `describe`, or the function has no readable source.
+        """Describe a function that the user registered with the compiler, like `describe`. Refuse a
+        function without readable source.
         """
         inner = inspect.unwrap(function.func if isinstance(function, partial) else function)
         if isinstance(inner, FunctionType) and not self.is_known(str(inner.__module__)):
@@ -168,15 +160,11 @@ class CodeDescriber:
         return self.describe(function)
 
     def reads_state(self, function: Any) -> str:  # noqa: ARG002 - for subclasses
-        """Return why a known function depends on more than its arguments, or an empty string."""
+        """Return why a known function depends on more than its arguments, or ""."""
         return ""
 
     def check_names(self, names: Iterable[str]) -> None:
-        """Check the names of globals, attributes and methods in a function.
-
-        Raises:
-            UndescribableError: the description would not cover what the code reads by a name.
-        """
+        """Refuse a function that reads undescribed values by the name of a global or attribute."""
         if found := _REFLECTION.intersection(names):
             raise UndescribableError(f"code reads {min(found)}")
 
@@ -193,8 +181,8 @@ class CodeDescriber:
         if type(value) is property:
             return f"property{self.describe((value.fget, value.fset, value.fdel))}"
         if isinstance(value, ModuleType):
-            # Code may read any name of a module that it passes on, e.g. with `getattr`. A program
-            # can add names to every module.
+            # Code may read any name of a module that it passes on, for example with `getattr`. A
+            # program can add names to every module.
             raise UndescribableError(f"the module {value.__name__} is read as a whole")
         if type(value).__module__.partition(".")[0] == "numpy":
             return _array(value)
@@ -351,7 +339,7 @@ class CodeDescriber:
             ) from error
 
     def _added(self, owner: Any, name: str) -> Any:
-        """Return an attribute that a program may have set in a known class, or None."""
+        """Return an attribute of a known class if a program may have set it, or None."""
         if not (isinstance(owner, type) and self.is_known(owner.__module__)):
             return None
         value = inspect.getattr_static(owner, name, None)
@@ -359,14 +347,14 @@ class CodeDescriber:
         return value if self._is_added(value) else None
 
     def _is_added(self, value: Any) -> bool:
-        """Return whether a program may have given a known class or function this attribute."""
+        """Return whether a program may have set this attribute of a known class or function."""
         if isinstance(value, (*_PLAIN, FunctionType, list, tuple, dict, SimpleNamespace)):
             return True
         module = type(value).__module__
         return not self.is_known(module) and _root(module) not in sys.stdlib_module_names
 
     def is_path(self, value: Any) -> bool:  # noqa: ARG002 - for subclasses
-        """Return whether a chain continues through a value, as through a module."""
+        """Return whether a value is only a step in a chain, like a module."""
         return False
 
     def _chains(self, function: FunctionType) -> Iterator[tuple[str, ...]]:
@@ -399,7 +387,7 @@ class CodeDescriber:
                         chain = (name,)
 
     def _check_attributes(self, code: CodeType, instructions: list[dis.Instruction]) -> None:
-        """Refuse code that reads what descriptions omit, also by `getattr` with a constant name."""
+        """Refuse code that reads omitted attributes, also by `getattr` with a constant name."""
         strings = {each for each in code.co_consts if type(each) is str}
         loaded = {step.argval for step in instructions if step.opname in _ATTRIBUTES}
         found = (strings & (_REFLECTION | _UNDESCRIBED)) | (loaded & _UNDESCRIBED)
@@ -409,7 +397,7 @@ class CodeDescriber:
     def _imported(
         self, function: FunctionType, instructions: list[dis.Instruction]
     ) -> dict[str, tuple[str, ...]]:
-        """Return the local names that a function imports, each with its chain."""
+        """Return the names that a function imports, each with its chain."""
         found: dict[str, tuple[str, ...]] = {}
         base: tuple[str, ...] = ()
         chain: tuple[str, ...] = ()
@@ -430,7 +418,6 @@ class CodeDescriber:
         return found
 
     def _code(self, code: CodeType) -> str:
-        """Describe a code object without its file and line numbers."""
         consts = [
             self._code(each) if isinstance(each, CodeType) else self.describe(each)
             for each in code.co_consts
@@ -442,7 +429,7 @@ class CodeDescriber:
 
 
 class _Empty:
-    """Has the size of an instance without slots and C fields."""
+    """An instance has the minimum size: no slots and no C fields."""
 
 
 def _is_all_in_dict(cls: type) -> bool:
@@ -462,7 +449,6 @@ def _root(module: str) -> str:
 
 
 def _is_kernel(value: Any) -> bool:
-    """Return whether a value is a Triton function."""
     # Check the class first: objects with `__getattr__` may have any attribute.
     is_tritons = any(_root(each.__module__) == "triton" for each in type(value).__mro__)
     return is_tritons and isinstance(getattr(value, "fn", None), FunctionType)
@@ -482,15 +468,13 @@ def content_of(cell: CellType, *, default: Any = None) -> Any:
 
 
 def package_of(function: FunctionType) -> str:
-    """Return the package in which a function runs, even if `__module__` was replaced.
-
-    Empty for a function that was generated in a module without a name.
+    """Return the package in which a function runs, even if `__module__` was replaced. Empty for a
+    function that was generated in a module without a name.
     """
     return _root(str(function.__globals__.get("__name__", "")))
 
 
 def _file_of(module: str) -> str:
-    """Return the digest of an extension module's file."""
     file = getattr(sys.modules.get(module), "__file__", None)
     if not file:
         raise UndescribableError(f"the module {module} has no file")
@@ -509,11 +493,7 @@ def _is_named_tuple(cls: type) -> bool:
 
 
 def _array(value: Any) -> str:
-    """Describe a NumPy array, scalar or dtype.
-
-    Raises:
-        UndescribableError: the value is another object, has other elements, or is too large.
-    """
+    """Describe a plain NumPy array, scalar or dtype. Refuse other objects and large arrays."""
     plain = getattr(getattr(value, "dtype", None), "kind", "") in "biufcSU"
     plain = plain and type(value).__module__ == "numpy"  # masks and records hold more
     if type(value).__name__ == "dtype":
@@ -535,10 +515,8 @@ def _look_up(function: FunctionType, name: str) -> Any:
 
 
 def _chains_of_text(function: FunctionType, tree: ast.AST) -> Iterator[tuple[str, ...]]:
-    """Yield the outer names that the text of a kernel reads, each with its attributes.
-
-    Triton compiles the text, which programs may replace, not the bytecode. Until the kernel assigns
-    to a local name, Triton reads a global of that name.
+    """Yield the outer names that the text of a kernel reads, each with its attributes. Triton
+    compiles the text, not the bytecode, and reads the global until a local name is assigned.
     """
     code = function.__code__
     arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]

@@ -1,17 +1,17 @@
 """Describe the functions, methods and classes that a program replaced inside torch's compiler.
 
-torch's keys hash torch's files. They do not change if a program assigns a function of its own to a
+torch's keys hash torch's files. They do not change if a program assigns its own function to a
 module or a class of torch, such as `torch._inductor.graph.GraphLowering.run = mine`. This module
-finds such functions by where their code comes from, so it finds those that were assigned before the
-hook was installed. It also remembers the methods that each class had when this module first read
-it, and so finds a method that was deleted or replaced by another one of torch.
+detects a program's function by the file of its code, even if the program assigned it before the
+hook was installed. It also compares each class with its methods at the first reading, and so
+detects that a method was deleted or replaced by another method of torch.
 
-It does not compare code that a program assigns to a function (`f.__code__ = ...`), values other
-than functions and classes, or the contents of lists and dictionaries. `registries` describes the
-tables of functions by operation.
+It does not detect that a program assigns code to a function (`f.__code__ = ...`), replaces an
+object of a class of torch or a value that is neither callable nor a descriptor, or changes a list
+or dictionary. `registries` describes the tables of functions by operation.
 
-Every key needs the answer, and the compiler has about 1,400 modules and classes with 30,000
-members. A comparison of their versions takes 0.1 ms, one of all members 2 ms, see `versions`.
+Every key contains this description, and the compiler has about 1,400 modules and classes with
+30,000 members. Comparing their versions takes 0.1 ms, comparing all members 2 ms, see `versions`.
 """
 
 import ctypes
@@ -54,7 +54,7 @@ _IMPORTED: Final = PACKAGES | {
     *("origami", "packaging", "psutil", "pycute", "pydot", "redis", "rich", "scipy", "tabulate"),
     *("torch_xla", "tqdm", "triton", "tvm_ffi", "typing_extensions", "yaml", "z3"),
 }
-"""Packages whose functions torch's modules import (2.7 to 2.15), and torch_xla, which replaces
+"""Packages from which torch's modules import functions (2.7 to 2.15), and torch_xla, which replaces
 functions of torch."""
 
 _SKIPPED: Final = frozenset({"__builtins__", "__loader__", "__spec__"})
@@ -71,19 +71,13 @@ _DATA: Final = frozenset(
 _MAX_DEPTH: Final = 6
 
 _FOLDER: Final = str(Path(torch.__file__).parent)
-"""Folder of torch, as its code names it: Python loads code under the name of its module's file."""
+"""Beginning of `co_filename` in torch's code: Python takes it from the module's `__file__`."""
 
 _ABSENT: Final = object()
 
 
 class _Owner(NamedTuple):
-    """A module or class.
-
-    Attributes:
-        place: its name.
-        table: its members.
-        first: the members that it had when it was first read.
-    """
+    """A module or class: its name, its members, and its members at the first reading."""
 
     place: str
     table: dict[str, Any]
@@ -91,7 +85,7 @@ class _Owner(NamedTuple):
 
 
 class _State(NamedTuple):
-    """What was last read. Immutable, because several threads may compile.
+    """The last reading. Immutable, because several threads may compile.
 
     Attributes:
         modules: the compiler's modules by name.
@@ -116,10 +110,8 @@ _state = _State({}, (0, ""), [], [], b"", [], {})
 
 
 def replaced_in_torch(describer: CodeDescriber) -> Iterator[str]:
-    """Describe what a program replaced inside torch's compiler, one line each.
-
-    Raises:
-        UndescribableError: a replacement has no description. The message names its place.
+    """Describe what a program replaced inside torch's compiler, one line each. Raises
+    `UndescribableError` with the place of a replacement that has no description.
     """
     for place, value in _replaced():
         try:
@@ -138,13 +130,12 @@ def _described(describer: CodeDescriber, value: Any) -> str:
     for each in _inside(value):
         module = each.__globals__.get("__name__") if isinstance(each, FunctionType) else None
         if str(module).startswith("torch.") and not _is_in_torch(each, str(module)):
-            # A describer takes such a function for torch's.
+            # A describer would name this function as torch's, without its code.
             raise UndescribableError(f"{each.__qualname__} runs as a part of {module}")
     return describer.registered(value)
 
 
 def _inside(value: Any, depth: int = 0) -> Iterator[Any]:
-    """Yield a value and the functions that it wraps."""
     yield value
     if depth < _MAX_DEPTH:
         for each in _held_by(value):
@@ -165,7 +156,7 @@ def _replaced() -> list[tuple[str, Any]]:
 
 
 def _with_new_modules(state: _State) -> _State:
-    """Return the state with the modules that were imported since, or that replace another one."""
+    """Return the state with the modules that were imported or replaced since."""
     last = (len(sys.modules), next(reversed(sys.modules)))
     if last == state.last:
         return state
@@ -199,7 +190,6 @@ _PREFIXES: Final = tuple(f"{each}." for each in _COMPILER)
 
 
 def _with_owners(state: _State, new: list[tuple[str, dict[str, Any]]]) -> _State:
-    """Return the state with new owners and the classes in them."""
     if not new:
         return state
     owners, versions = list(state.owners), list(state.versions)
@@ -263,9 +253,8 @@ def _with_changes(state: _State) -> _State:
 
 
 def _numbers_of_changed(before: bytes, now: bytes) -> Iterator[int]:
-    """Yield the numbers of the owners whose versions differ.
-
-    Compares blocks first, because torch changes about ten owners for each graph.
+    """Yield the numbers of the owners whose versions differ. Compares blocks first, because torch
+    changes about ten owners for each graph.
     """
     for start in range(0, len(now), _BLOCK):
         old, new = before[start : start + _BLOCK], now[start : start + _BLOCK]
@@ -278,7 +267,7 @@ _BLOCK: Final = 8 * 64
 
 
 def _differing(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """Return the members other than data that differ: torch counts graphs in many modules."""
+    """Return the members that differ. Omit data: torch changes its counters for each graph."""
     if [*before] == [*now]:
         differ = list(map(is_not, now.values(), before.values()))
         pairs = zip(compress(now.values(), differ), compress(before.values(), differ), strict=True)
@@ -330,12 +319,12 @@ def _replaced_among(differing: dict[str, Any], owner: _Owner) -> list[tuple[str,
 
 
 def _is_replaced(before: Any, now: Any) -> bool:
-    """Return whether another function of torch, or none, is in the place of a function."""
+    """Return whether a function of torch was deleted or replaced by another one."""
     if before is now or not isinstance(before, _METHODS):
         return False
     if not _ADAPTERS.isdisjoint({_root(before), _root(now)}) or _is_foreign(before):
         return False
-    # torch keeps Dynamo out of some of its functions when it first compiles.
+    # When torch first compiles, it disables Dynamo for some of its functions.
     return _without_dynamo(before) is not _without_dynamo(now)
 
 
@@ -383,7 +372,7 @@ def _namespace_of(operation: Any) -> str:
 
 
 def _is_object_foreign(value: Any) -> bool:
-    """Return whether an object that wraps no function can be called and is a program's."""
+    """Return whether an object that wraps no function is a program's callable or descriptor."""
     module = str(type(value).__module__)
     if not _is_name_foreign(module) and module != "unittest.mock":
         _known_kinds.add(type(value))
@@ -392,7 +381,7 @@ def _is_object_foreign(value: Any) -> bool:
 
 
 _known_kinds: Final[set[type]] = set()
-"""Classes of torch and of its imports whose objects wrap no functions."""
+"""Classes of torch, and of the packages it imports, whose objects wrap no functions."""
 
 _WRAPPERS: Final = (
     *(staticmethod, classmethod, property, MethodType, partial, partialmethod),
@@ -406,7 +395,6 @@ def _is_wrapper(value: Any) -> bool:
 
 
 def _held_by(value: Any) -> Iterable[Any]:
-    """Return the functions that a function or wrapper may hold."""
     if isinstance(value, FunctionType):
         held = [content_of(cell) for cell in value.__closure__ or ()]
         return [each for each in held if callable(each) or isinstance(each, _WRAPPERS)]
@@ -428,7 +416,7 @@ def _is_function_foreign(function: FunctionType) -> bool:
 
 
 def _is_in_torch(function: FunctionType, module: str) -> bool:
-    """Return whether a function is of a module of torch, not only run in it or in a copy."""
+    """Return whether a function has the globals of a torch module and code from a torch file."""
     if id(function.__globals__) not in _known_globals:
         if function.__globals__ is not vars(sys.modules.get(module, ModuleType(""))):
             return False
@@ -450,7 +438,7 @@ _known_globals: Final[dict[int, dict[str, Any]]] = {}
 
 
 def _is_generated_by_torch(function: FunctionType) -> bool:
-    """Return whether Inductor generated a function that has no module."""
+    """Return whether Inductor generated this function, which has no module."""
     code, held = function.__code__, function.__globals__.get("fn")
     if held is not None:  # `cache_on_self`
         return isinstance(held, FunctionType) and not _is_foreign(held)

@@ -62,7 +62,6 @@ class Argument:
     """An argument of a function, or a part of an argument.
 
     Attributes:
-        name: Name for readers.
         code: Machine code that loads the argument into `rax` and changes no other register.
         assembly: Assembly source of `code`; semicolons separate the instructions.
         is_added: Whether the observer adds the values of all calls instead of comparing them.
@@ -76,25 +75,17 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """The record of an observer.
-
-    Attributes:
-        called: Whether the function was called.
-        values: For each argument an unsigned number: the sum over all calls if `is_added`. Else the
-            value of every call, or None if calls differed.
-    """
+    """The record of an observer."""
 
     called: bool
     values: tuple[int | None, ...]
+    """For each argument an unsigned number: the sum over all calls if `is_added`, else the value of
+    every call, or None if calls differed."""
 
 
 def observe(library: Path, functions: Sequence[tuple[str, Sequence[Argument]]]) -> list["Observer"]:
-    """Observe functions of one library until the process ends.
-
-    Args:
-        library: Path of the loaded library.
-        functions: Functions that the library exports and calls through a pointer, each with the
-            arguments to record.
+    """Observe functions of a loaded library until the process ends. It must export them and call
+    them through pointers. Each function is followed by the arguments to record.
 
     Raises:
         GateUnavailable: The library has no such function or pointer, the platform is not 64-bit
@@ -113,10 +104,7 @@ def observe(library: Path, functions: Sequence[tuple[str, Sequence[Argument]]]) 
 
 
 class Observer:
-    """Machine code that records the arguments of a call and jumps to the function at `real`.
-
-    Attributes:
-        address: Address of the machine code.
+    """Machine code, at `address`, that records the arguments of a call and jumps to `real`.
 
     Raises:
         GateUnavailable: The kernel refuses the memory.

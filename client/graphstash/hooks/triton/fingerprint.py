@@ -2,9 +2,9 @@
 
 Triton's key hashes Triton's files, the kernel's source with its line number, the target with its
 architecture, the options with the contents of device libraries, ptxas' version and some environment
-variables. It omits others that change a kernel, on AMD most of them. This key contains all
-variables except those known not to matter, the values that a kernel reads (see `source`), and what
-a program replaced inside Triton (see `replaced`).
+variables. It omits others that change a kernel, on AMD most of them. This key contains every
+variable of Triton and its compilers (`_READ`) that may change a kernel, the values that a kernel
+reads (see `source`), and what a program replaced inside Triton (see `replaced`).
 """
 
 import re
@@ -31,9 +31,9 @@ from graphstash_schema import ArtifactKind, DeviceType
 __all__ = ["request_of", "unshared_request"]
 
 _DEVICE: Final = DeviceType("gpu")
-"""One device type for all GPUs. Managers get only Triton's key, which contains the architecture. A
-guess, such as the active GPU, could only store a kernel twice. The hook checks the target in the
-description of each fetched kernel."""
+"""One device type for all GPUs: Triton's key contains the architecture. A guessed type, such as the
+active GPU's, could be wrong, and the kernel would be stored twice. The hook checks the target in
+the description of each fetched kernel."""
 
 _READ: Final = re.compile(r"(?a:(TRITON|AMDGCN|NVPTX|PTXAS)_\w+)")
 
@@ -46,10 +46,10 @@ _SAME_KERNEL: Final = re.compile(
     r"|TRITON_REPRODUCER_PATH|(NVPTX|AMDGCN)_ENABLE_DUMP"
 )
 """Variables that change no kernel, such as paths and outputs. Triton's key contains the contents of
-the device library, and the part `ptxas` those of the assembler."""
+the device library, and the part `ptxas` the digest of the assembler."""
 
 _FOREIGN_CODE: Final = ("TRITON_KERNEL_OVERRIDE", "TRITON_SWAP_MIR", "LLVM_PASS_PLUGIN_PATH")
-"""Variables that add files of the user to the compilation, which no key covers."""
+"""Variables that add the user's files to the compilation. No key covers these files."""
 
 _PLUGIN: Final = re.compile(r"(?a:TRITON_\w*PLUGIN\w*)")
 
@@ -59,7 +59,7 @@ _MAX_NAME_LENGTH: Final = 60  # `env.` is added, and a part's name has at most 6
 
 
 def request_of(key: str, group: str, environ: Mapping[str, str], source: Any) -> CompileRequest:
-    """Return the request for the kernel with Triton's key `key` and Triton's source.
+    """Return the request for a kernel, with Triton's key and source.
 
     Raises:
         CacheError: no key covers everything that Triton compiles, or the source is None.
@@ -96,7 +96,7 @@ def request_of(key: str, group: str, environ: Mapping[str, str], source: Any) ->
 
 
 def unshared_request(key: str, group: str) -> CompileRequest:
-    """Return a request for a kernel that no key covers. The request is never looked up."""
+    """Return a request that is only counted, for a kernel that no key covers."""
     return CompileRequest.of(
         ArtifactKind.TRITON,
         _DEVICE,
@@ -107,9 +107,8 @@ def unshared_request(key: str, group: str) -> CompileRequest:
 
 
 def _ptxas(target: Any) -> str:
-    """Return the digest of CUDA's assembler, or "" for other targets.
-
-    Triton's key contains only its version, which another build may also report.
+    """Return the digest of CUDA's assembler, or "". Triton's key contains only its version, which
+    another build may also report.
     """
     if getattr(target, "backend", "") != "cuda":
         return ""
@@ -158,7 +157,6 @@ def _details(source: Any) -> dict[str, str]:
 
 
 def _details_of_function(function: Any) -> dict[str, str]:
-    """Describe a kernel. `program` hashes its source without its name."""
     text, name = getattr(function, "src", None), getattr(function, "__name__", "")
     key = str(getattr(function, "cache_key", ""))
     if not isinstance(text, str):

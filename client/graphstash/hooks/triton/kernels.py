@@ -42,8 +42,9 @@ class Kernels:
     """The cache for all kernels of this process.
 
     Attributes:
-        of_this_process: the instance that the installed hook created, or None.
-        may_start: whether no hook was installed yet, so that uninstalling is final.
+        of_this_process: the instance of the installed hook, or None.
+        may_start: whether `kernel` may install the hook. False from the first installation on, so
+            that uninstalling is final.
     """
 
     of_this_process: ClassVar["Kernels | None"] = None
@@ -63,7 +64,7 @@ class Kernels:
     def kernel(key: str) -> "SharedKernel | None":
         """Return the kernel with Triton's key. None if this process has no cache.
 
-        The first call starts the cache if only Triton's variables name this package.
+        If only Triton's environment variables name this package, the first call installs the hook.
         """
         if Kernels.may_start:
             Kernels.may_start = False
@@ -75,7 +76,9 @@ class Kernels:
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """Enclose a call of Triton's `compile`. The outermost one releases leases without a put."""
+        """Enclose a call of Triton's `compile`. When the outermost call ends, release the leases of
+        kernels that Triton did not put.
+        """
         depth = getattr(self._thread, "depth", 0)
         self._thread.depth = depth + 1
         try:
@@ -87,15 +90,14 @@ class Kernels:
 
     @property
     def is_compiling(self) -> bool:
-        """Whether this thread is inside `compiling`; only there does a look-up take a lease.
-
-        Elsewhere, a failed compilation would hold its lease until the job ends. Triton's first call
-        is not wrapped if it is the call that starts the hook.
+        """Whether this thread is inside `compiling`. Only there, look-ups take leases: elsewhere, a
+        failed compilation would keep its lease until the job ends. The call of Triton that installs
+        the hook is not inside.
         """
         return getattr(self._thread, "depth", 0) > 0
 
     def record_fallback(self, error: Exception) -> None:
-        """Count an error of the hook. The first of its kind is logged."""
+        """Count an error of the hook, and log the first of its kind."""
         self._cache.record_fallback(error)
 
     def refuse(self, request: CompileRequest, error: CacheError) -> None:
@@ -152,17 +154,16 @@ class SharedKernel:
             return None
 
     def add(self, name: str, content: bytes | str) -> None:
-        """Remember the bytes of a written file. Another process may overwrite the file."""
+        """Remember the content of a written file, which another process may overwrite."""
         if self._miss is not None:
-            # `pack_kernel` detects content that is not text.
+            # Never fails. `pack_kernel` refuses text that is not UTF-8.
             if isinstance(content, str):
                 content = content.encode("utf-8", "surrogatepass")
             self._written[name] = content
 
     def publish(self, group: str, names: Iterable[str]) -> None:
-        """Publish a group that was not found, if all its files were written since.
-
-        Never publishes a group that was found but could not be unpacked: the server has it.
+        """Publish a kernel after a miss, if all its files were written since. It was no miss if the
+        server had the kernel, but in an unusable artifact.
         """
         miss, self._miss = self._miss, None
         written, self._written = self._written, {}

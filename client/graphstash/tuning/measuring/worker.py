@@ -2,9 +2,9 @@
 
 It answers requests of `process.MeasuringProcess` over a separate socket, so a trial's prints cannot
 corrupt messages; its standard output is discarded. Messages are JSON, because the search must never
-unpickle data of a trial. `<` marks messages from this process, `>` messages to it. The search makes
-a new random token for each process and each build, and this process repeats the latest token. So
-the search detects if a trial writes to the socket.
+unpickle data of a trial. `<` marks messages from this process, `>` messages to it. The search sends
+a new random token with each start and each request to build, and expects it in the replies. So it
+detects that a trial writes to the socket.
 
     < {"token", "step": "ready"} or {"token", "step": "unable", "reason"}
     > {"token", "configurations": [...]}          build these
@@ -38,19 +38,18 @@ from graphstash.tuning.measuring.target import Kernel, Target
 __all__ = ["LAST", "MAX_MESSAGE_BYTES", "MORE", "is_starting", "main"]
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024
-"""Maximum size of a packet. The socket refuses a packet that is larger than its send buffer. By
-default, the buffer holds about three packets of this size."""
+"""Maximum size of a packet. A socket refuses packets larger than its send buffer, which by default
+has room for three of this size."""
 
 MORE: Final = b"+"
 LAST: Final = b"."
 """First byte of each packet of a request. `MORE`: further packets follow. `LAST`: none follows."""
 
 _MAX_REASON: Final = 500
-"""Maximum characters of a reason."""
 
 _PR_SET_PDEATHSIG: Final = 1
-"""Option of prctl(2): the signal that this process gets when its parent ends. The parent runs
-`guard`, and also ends all processes that a trial has started."""
+"""Option of prctl(2): the signal that this process gets when its parent ends. The parent, `guard`,
+also ends all processes that a trial has started."""
 
 is_starting = False
 """Whether this measuring process is importing the main module of the user's program."""
@@ -116,7 +115,7 @@ def _measure(
 
 
 def _result(trial: Built) -> dict[str, Any]:
-    # A value that is not a number becomes null. The search counts null as failure "cost".
+    # Other values than numbers become null, which the search counts as failure "cost".
     samples = [_plain(each) for each in trial.samples]
     reason = trial.reason
     if not reason and None in samples:
