@@ -3,12 +3,12 @@
     head       magic and a JSON header: see graphstash_schema.envelope
     the rest   the payload, zstd-compressed
 
-The header contains the key, so that a reader detects a valid blob under a wrong key. Compilers load
-any artifact: a torch_xla executable of another graph with equal shapes silently computes wrong
+The header contains the key, so that a reader detects a valid blob under a wrong key. A compiler
+would load it: a torch_xla executable of another graph with equal shapes silently computes wrong
 numbers.
 
 The header also contains the payload's size, which bounds decompression, and its SHA-256. A reader
-that has verified the digest of the blob verifies only the checksum of the zstd frame instead.
+that has verified the blob's digest verifies the checksum of the zstd frame instead of the SHA-256.
 """
 
 import hashlib
@@ -35,22 +35,22 @@ _PIECE_BYTES: Final = 256 * 1024
 """Bytes to decompress per call. They are still in the CPU's cache when they are written."""
 
 _MAX_WINDOW_LOG: Final = 27
-"""Maximum window that a reader accepts and holds in memory: 128 MiB, as earlier releases wrote."""
+"""Maximum window that a reader accepts: 128 MiB, because earlier releases wrote such windows."""
 
 _LONG_WINDOW_LOG: Final = 24
-"""16 MiB: compresses a TPU executable of 40 MB to 3.2 MB. 4 MiB: to 5.4 MB. 128 MiB: no better."""
+"""16 MiB: a TPU executable of 40 MB becomes 3.2 MB, with 4 MiB 5.4 MB. 128 MiB is no better."""
 
 _SHORT_WINDOW_LOG: Final = 20
 _WORTHWHILE: Final = 0.9
 """Use the short window, which saves readers memory, unless the long one saves a tenth of size."""
 
 _WINDOWLESS_RATIO: Final = 12
-"""From this ratio of payload to blob, a reader whose payload is in memory loads the whole blob and
-needs no window."""
+"""From this ratio of payload to blob on, a reader that keeps the payload in memory loads the whole
+blob, and needs no window."""
 
 _END: Final = struct.pack("<II", 0x184D2A50, 0)
 """An empty skippable frame (RFC 8878, section 3.1.2) that readers append to the payload's frame. If
-the frame's checksum is cut off, the decoder takes these bytes for it and detects the mismatch."""
+the frame's checksum is cut off, the decoder reads these bytes as the checksum and fails."""
 
 _Update: TypeAlias = Callable[[memoryview], object]
 
@@ -66,15 +66,10 @@ class Sealed:
 
 @dataclass(frozen=True, slots=True)
 class Unsealed:
-    """Facts from the header of an envelope.
+    """Facts from the header of an envelope."""
 
-    Attributes:
-        raw_size_bytes: size of the payload.
-        compile_seconds: compile time in envelopes of release 0.1.0, otherwise 0.
-    """
-
-    raw_size_bytes: int
-    compile_seconds: float
+    raw_size_bytes: int  # of the payload
+    compile_seconds: float  # 0 except in envelopes of release 0.1.0
 
 
 def seal(key: ArtifactKey, payload: Path | bytes, into: IO[bytes]) -> Sealed:
@@ -84,8 +79,8 @@ def seal(key: ArtifactKey, payload: Path | bytes, into: IO[bytes]) -> Sealed:
     the same bytes.
 
     Raises:
-        OSError: a file cannot be read or written, or the payload changes meanwhile. An envelope
-            with a wrong digest must not be published, because others could not replace it.
+        OSError: a file cannot be read or written, or the payload changes meanwhile: no publisher
+            could replace an envelope with a wrong digest.
     """
     with _opened(payload) as source:
         read = _Hashing(source)
@@ -99,7 +94,7 @@ def seal(key: ArtifactKey, payload: Path | bytes, into: IO[bytes]) -> Sealed:
             "fingerprint": key.fingerprint,
             "raw_size": raw_size,
             "raw_sha256": raw_sha256,
-            "compile_seconds": 0,  # readers require it, but read it in the metadata
+            "compile_seconds": 0,  # required by readers; the metadata contains the value
         }
     ).encode()
     lead = ENVELOPE_MAGIC + struct.pack(">I", len(header)) + header
@@ -150,8 +145,8 @@ def unseal(
         key: the requested key.
         into: receives the payload.
         max_bytes: maximum size of the payload.
-        size_bytes: size of the blob, if known. A blob that is small, or small for its payload, is
-            decompressed in one piece.
+        size_bytes: size of the blob, if known. A small blob is read at once. Into a BytesIO, it is
+            also decompressed at once, as is a larger blob that is small for its payload.
         is_proven: called after `admit`; returns whether the blob's digest is verified. If so, only
             the frame's checksum is verified: it detects errors of the decompressor and of memory.
         admit: called with the payload's size before decompression; raises to refuse the envelope.
@@ -204,7 +199,7 @@ def _unpack(
     size_bytes: int | None,
     is_proven: bool,
 ) -> bool:
-    """Decompress the payload, and return whether its size and digest match the header."""
+    """Decompress the payload. Return whether its size and digest match the header."""
     memory = into if isinstance(into, io.BytesIO) else None
     max_whole_bytes = max(_CHUNK_BYTES, raw_size // _WINDOWLESS_RATIO if memory else 0)
     is_whole = size_bytes is not None and size_bytes <= max_whole_bytes

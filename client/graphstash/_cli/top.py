@@ -1,7 +1,7 @@
 """`graphstash top`: what the jobs of this host and of the team are doing now.
 
-The server returns running compilations, and the counts of each job in this hour. The runs of this
-user on this host come from /proc: `graphstash run` names them in environment variables.
+The server returns running compilations, and the counts of each job in this hour. This user's runs
+on this host come from /proc: `graphstash run` sets environment variables with their names.
 """
 
 import os
@@ -47,38 +47,25 @@ _MAX_ENVIRONMENT_BYTES: Final = 1024**2
 
 @dataclass
 class HostRun:
-    """A run of this user on this host.
-
-    Attributes:
-        job: name that the user gave the job, or "".
-        command: command that `graphstash run` was given.
-        started_at: start in seconds since 1970.
-        cpu_seconds: CPU time of its running processes, without those that have ended.
-        pids: its running processes.
-        compiling: number of leases that its processes hold.
-    """
+    """A run of this user on this host."""
 
     run: str
-    job: str
-    command: str
-    started_at: float
-    cpu_seconds: float = 0.0
-    pids: list[int] = field(default_factory=list)
-    compiling: int = 0
+    job: str  # empty if the user gave it no name
+    command: str  # of `graphstash run`
+    started_at: float  # seconds since 1970
+    cpu_seconds: float = 0.0  # of the running processes
+    pids: list[int] = field(default_factory=list)  # of the running processes
+    compiling: int = 0  # leases that the processes hold
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state at one time.
+    """The state at one time. `hits`, `misses` and `served_bytes` count from the creation of the
+    namespace.
 
     Attributes:
-        at: time of the snapshot, UTC.
-        hits: artifacts served in the namespace since its creation.
-        misses: requests for absent artifacts in the namespace since its creation.
-        served_bytes: bytes served in the namespace since its creation.
         leases: running compilations, and how many requests wait for each.
         jobs: hits, misses, bytes and saved seconds of each job in this hour.
-        runs: runs of this user on this host.
         error: why the server's figures are missing, or "".
         leases_error: why the running compilations are missing, or "".
     """
@@ -106,8 +93,8 @@ def top(
 ) -> None:
     """Show what the jobs of this host and of the team are doing now, until Ctrl-C.
 
-    Running compilations need a token that may write to the namespace. Without a terminal, or with
-    --json, the command prints the state once.
+    The server shows running compilations only to a token that may write to the namespace. Without
+    a terminal, or with --json, the command prints the state once.
     """
     config = load_config(url=url, namespace=namespace)
     with closing(ServerClient(config)) as server:
@@ -261,7 +248,7 @@ def _job_cells(job: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _host_runs() -> Iterator[HostRun]:
-    """Yield the runs of this user, latest start first."""
+    """Yield the runs of this user, latest start first: names of runs sort by start."""
     runs: dict[str, HostRun] = {}
     for entry in _PROC.iterdir():
         if not entry.name.isdecimal():

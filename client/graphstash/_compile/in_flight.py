@@ -33,12 +33,8 @@ class HeldLease:
     """Renews a lease three times per lifetime, in a daemon thread, until `release`.
 
     A lease is advice: if it is lost, the compilation continues. After `release`, the thread
-    releases the lease on the server, unless the upload of the artifact has ended the lease.
-
-    Args:
-        ttl_seconds: Lifetime without a renewal.
-        budget_seconds: Time after which renewals stop, so that no job waits forever for a hanging
-            compiler.
+    releases the lease on the server, unless it is over or the upload has ended it. The thread stops
+    after `budget_seconds`, so that no job waits forever for a hanging compiler.
 
     Raises:
         RuntimeError: The process can start no further threads.
@@ -75,11 +71,11 @@ class HeldLease:
 
     @property
     def is_over(self) -> bool:
-        """Whether the thread has ended, because the lease was released, lost or out of budget."""
+        """Whether the thread has ended: the lease was released, was lost, or ran out of budget."""
         return not self._thread.is_alive()
 
     def join(self, timeout_seconds: float) -> None:
-        """Wait until the thread has ended the lease on the server."""
+        """Wait for the end of the thread, at most `timeout_seconds`."""
         self._thread.join(timeout_seconds)
 
     def _keep(self) -> None:
@@ -97,11 +93,7 @@ class HeldLease:
 
 
 class Owner(Protocol):
-    """The interface of a cache that its compilations use.
-
-    Attributes:
-        publisher: Runs the uploads.
-    """
+    """The interface of a cache that its compilations use. `publisher` runs the uploads."""
 
     publisher: BoundedExecutor
 
@@ -124,7 +116,6 @@ class InFlightCompile:
     """A compilation that this process has to run. The hook ends it with `publish` or `abandon`.
 
     Attributes:
-        key: Key of the artifact.
         fallback_reason: Why the cache could not help, or None for a plain miss.
         is_compiling: True until the compiler has finished.
         is_wanted: Whether the server would accept the result. Otherwise only this host stores it.
@@ -151,10 +142,8 @@ class InFlightCompile:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether another process may wait for this compilation.
-
-        If so, this process must not wait for another compilation: the two processes could wait for
-        each other.
+        """Whether another process may wait for this compilation. If so, this process must not wait
+        for another one: the two processes could wait for each other.
         """
         return self.is_compiling and self._lease is not None
 
@@ -196,7 +185,7 @@ class InFlightCompile:
         *,
         compile_seconds: float,
     ) -> None:
-        """Upload a result from memory, like `publish`. Raises only if a signal interrupts it."""
+        """Upload a result from memory, like `publish`. Counts an OSError as a fallback."""
         path: Path | None = None
         try:
             with tempfile.NamedTemporaryFile(prefix="graphstash-", delete=False) as file:
@@ -217,10 +206,8 @@ class InFlightCompile:
         )
 
     def copy_unsent(self, destination: Destination) -> Fetched | None:
-        """Copy the result while its upload is pending; None before and after that.
-
-        Raises:
-            LocalTierError: The disk returns an error.
+        """Copy the result while its upload is pending; None before and after that. Raises
+        `LocalTierError` if the disk fails.
         """
         unsent = self._unsent
         if unsent is None:
