@@ -61,9 +61,7 @@ class ServerApp(FastAPI):
         self._documenting = asyncio.Lock()
 
     async def document(self) -> dict[str, Any]:
-        """Return the OpenAPI document. The first call builds it in a thread, in about 0.2 s, and
-        concurrent calls wait for the same build.
-        """
+        """Return the OpenAPI document. The first call builds it in a thread, in about 0.2 s."""
         async with self._documenting:
             if self.openapi_schema is None:
                 await asyncio.to_thread(self.openapi)
@@ -92,10 +90,8 @@ def create_app(
     clock: Clock = system_clock,
     tracing: "Tracing | None" = None,
 ) -> ServerApp:
-    """Build the ASGI application of one server.
-
-    A given `blob_store` replaces the store of the settings, and the caller closes it. `counters`
-    belong to this worker. `tracing` creates a span per request.
+    """Build the ASGI application of one server, with the counters of this worker. The caller closes
+    a given `blob_store`, which replaces the store of the settings.
     """
     counters = counters or Counters.alone()
 
@@ -112,7 +108,7 @@ def create_app(
         version=__version__,
         lifespan=lifespan,
         # FastAPI's own spans would record query strings, which may contain secrets by mistake.
-        # `tracing` records none.
+        # `tracing` does not record query strings.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
     app.add_route("/openapi.json", _get_openapi, include_in_schema=False)

@@ -16,8 +16,7 @@ from graphstash_schema.names import star_matcher
 __all__ = ["ClaimRule", "IssuerUrl", "KeysUrl", "TrustedIssuer"]
 
 Patterns = TypeAliasType("Patterns", "dict[str, str | Patterns]")
-"""Maps a claim to a pattern for its value. If the claim is an object, maps it to patterns for its
-members."""
+"""Maps a claim to a pattern for its value, or an object to patterns for its members."""
 
 
 IssuerUrl = Annotated[
@@ -37,9 +36,9 @@ class ClaimRule(RequestModel):
     """Gives grants to every token whose claims match.
 
     Attributes:
-        claims: patterns, see `Patterns`. All must match. `*` matches any characters of an ordinary
-            name (see `_is_ordinary`). A list matches if one of its elements does. One pattern must
-            contain more than `*`, because a public provider signs tokens for any user.
+        claims: patterns, which must all match. `*` matches any characters of an ordinary name (see
+            `_is_ordinary`). A list matches if one of its elements does. One pattern must contain
+            more than `*`, because a public provider signs tokens for any user.
         grants: grants as `<scope>:<pattern>`.
     """
 
@@ -109,10 +108,8 @@ _UNUSUAL: Final = re.compile(r"\.\.|(?:^|/)\.(?:/|$)|[\\%]")
 
 
 def _is_ordinary(text: str) -> bool:
-    """Return whether a star may match a part of this text.
-
-    False for a text that a program could resolve to another path, such as `team/x/../../other` in
-    any encoding. Names that a provider chooses never look like that.
+    """Return whether `*` may match a part of this text. False if a program could resolve it to
+    another path, such as `team/x/../../other` in any encoding.
     """
     return (
         _UNUSUAL.search(text) is None
@@ -122,7 +119,7 @@ def _is_ordinary(text: str) -> bool:
 
 
 def _texts(value: Any) -> list[str]:
-    """Return a text, integer or boolean, or those in a list, as texts. Skip other values."""
+    """Return texts, integers and booleans as texts, also from a list. Skip other values."""
     if isinstance(value, list):
         return [text for each in value if not isinstance(each, list) for text in _texts(each)]
     if isinstance(value, bool):

@@ -42,7 +42,7 @@ class _RunsQuery(WireModel):
 
 
 def _hidden(request: Request) -> ServerError:
-    """Return the error for a run that the caller may not read: the same as for an absent run."""
+    """Return the same error for a run that the caller may not read as for an absent run."""
     return _absent(Namespace(request.path_params["namespace"]), RunName(request.path_params["run"]))
 
 

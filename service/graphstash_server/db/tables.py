@@ -1,7 +1,7 @@
 """The tables. A change needs a revision in `migrations/`. `alembic check` compares both.
 
-A column that a later revision adds must be nullable or have a `server_default`. During a rolling
-upgrade, servers of the previous release insert rows without the column.
+A new column must be nullable or have a `server_default`: during a rolling upgrade, servers of the
+previous release insert rows without it.
 """
 
 from datetime import UTC, datetime
@@ -54,7 +54,7 @@ __all__ = [
 
 
 class UtcTime(TypeDecorator[datetime]):
-    """An aware UTC time. SQLite stores no time zone, so this adds it to values that are read."""
+    """An aware UTC time. SQLite stores no time zone."""
 
     impl = DateTime(timezone=True)
     cache_ok = True
@@ -87,8 +87,8 @@ metadata = MetaData(
 
 
 def _key_columns() -> list[Column[Any]]:
-    """Return the key columns of an artifact, in the order of the primary key. The fingerprint comes
-    early, because it nearly always identifies the artifact without kind and device type.
+    """Return the key columns of an artifact, in the order of the primary key. The fingerprint alone
+    nearly always identifies an artifact of a namespace, so it comes early.
     """
     return [
         Column("namespace", String(64), primary_key=True),
@@ -115,12 +115,12 @@ artifacts = Table(
         server_default="",
         comment="as the metadata says",
     ),
-    # These comments are part of the schema and still have an old name of eviction_order.py.
+    # These comments are part of the schema. They name eviction_order.py by its old name, value.py.
     Column("density", Double, nullable=False, server_default="0", comment="see value.py"),
     Column(
         "rank",
         Double,
-        key="eviction_rank",  # elsewhere, a rank is a process of a job
+        key="eviction_rank",  # elsewhere in this project, a rank is a process of a job
         nullable=False,
         server_default="0",
         comment="least is evicted first, see value.py",
@@ -145,8 +145,8 @@ artifacts = Table(
         "ix_artifacts_by_size", *("namespace", "size_bytes", "fingerprint", "kind", "device_type")
     ),
     Index(None, "last_used_at"),
-    # The toolchain comes first: without statistics, PostgreSQL takes an index of namespace and kind
-    # for as selective as the primary key, and reads the namespace to find one artifact.
+    # The toolchain comes first. Without statistics, PostgreSQL could prefer an index of namespace
+    # and kind to the primary key, and would read the whole namespace to find one artifact.
     Index(None, "toolchain", "namespace", "kind", "last_used_at"),
     *(
         # For artifacts that no upload can evict. The server sums them when a limit is reached.
@@ -161,8 +161,8 @@ artifacts = Table(
         for before in ((), ("namespace",))
     ),
 )
-"""One row per artifact. The key never changes. Digest and size change only if the policy of the
-namespace lets a PUT replace the artifact."""
+"""One row per artifact. Its digest and size change if the namespace's policy lets a PUT replace it,
+its key never."""
 
 environments = Table(
     "environments",
@@ -209,9 +209,8 @@ deletions = Table(
         comment="an earlier claim ended without an answer of the store",
     ),
 )
-"""Blobs to delete, unless an artifact still refers to them. The transaction that removes an
-artifact adds the row. A server deletes the blob and then the row. If the server dies, another
-server continues."""
+"""Blobs to delete, unless an artifact refers to them. The transaction that removes an artifact adds
+the row. A server deletes the blob and then the row; if it dies, another server continues."""
 
 generations = Table(
     "generations",
@@ -245,8 +244,8 @@ identifiers = Table(
     Column("name", String(64), primary_key=True, comment="of what it identifies"),
     Column("value", String(64), nullable=False, comment="random"),
 )
-"""`cache` is created once and distinguishes backups of different caches. A restored database keeps
-the identifier of its backup. The other rows change with what they mark."""
+"""Random values by name. `cache` never changes, and identifies the cache of a backup. `policies`
+changes with every policy, `recount` with every correction of the usage counters."""
 
 suspensions = Table(
     "suspensions",
@@ -259,8 +258,8 @@ suspensions = Table(
     Column("seen_at", UtcTime, nullable=False, comment="the last time of the clock"),
     Column("up_seconds", Double, nullable=False, comment="how long that server has run"),
 )
-"""Periods in which nothing is deleted by age; see `queries.recorded_times.Suspension`. A row stays
-after its end, because the servers compute ages with it."""
+"""Periods in which nothing is deleted by age; see `queries.recorded_times.Suspension`. Rows of past
+periods stay, because the servers compute ages with them."""
 
 leases = Table(
     "leases",
@@ -287,8 +286,8 @@ leases = Table(
     Index(None, "expires_at"),
     Index(None, "caller", "expires_at"),
 )
-"""The last lease of each key. A released lease stays for a while, so that `fencing` keeps growing
-(see `queries.leases`)."""
+"""The last lease of each key. The row outlives the lease, so that `fencing` keeps growing (see
+`queries.leases`)."""
 
 manifest_entries = Table(
     "manifest_entries",
@@ -337,8 +336,8 @@ usage = Table(
         for name, rows in (("metadata", "artifacts"), ("manifest", "manifests"))
     ),
 )
-"""Counters per namespace. The transaction that adds or removes rows also changes the number of
-artifacts, the stored bytes and the evictions. The other counters lag by the flush interval. Each
+"""Counters per namespace. Hits, misses, served bytes, conflicts and saved seconds lag by the flush
+interval. Each transaction that changes artifacts or manifests changes the other counters. Each
 artifact counts in full, although artifacts with equal bytes share a blob."""
 
 history = Table(
@@ -357,8 +356,8 @@ history = Table(
     Column("saved_compile_seconds", Double, nullable=False),
     Index(None, "step", "at"),
 )
-"""Requests per hour and per day. Each request counts in an hour row and in a day row. Counts lag by
-the flush interval. Rows are deleted by age."""
+"""Requests per hour and per day: each request counts in two rows. Counts lag by the flush interval.
+Rows are deleted by age."""
 
 runs = Table(
     "runs",
@@ -382,8 +381,8 @@ runs = Table(
     Index(None, "writer", "reported_at", "size_bytes"),
     Index(None, "reported_at"),
 )
-"""One row per client process, which reports when it ends. Rows are deleted by age. If a caller or
-namespace exceeds its limit, all rows of a run are deleted together."""
+"""One row per client process, which reports at its end. Rows are deleted by age. If a caller or
+namespace exceeds its limit, whole runs are deleted."""
 
 tokens = Table(
     "tokens",
@@ -455,9 +454,9 @@ withdrawals = Table(
     Column("cause", String(16), nullable=False),
     Column("withdrawn_at", UtcTime, nullable=False),
 )
-"""Artifacts that were withheld, deleted or replaced, numbered per namespace without gaps. `mark` is
-random, so that a client notices a list that a restore rewound. The transaction of the change adds
-the row. The oldest rows are deleted by age and number."""
+"""Artifacts that were withheld, deleted or replaced, numbered per namespace without gaps. By the
+random `mark`, a client detects that a restored backup has numbered the entries again. The
+transaction of the change adds the row. The oldest rows are deleted by age and number."""
 
 withdrawal_heads = Table(
     "withdrawal_heads",
@@ -466,7 +465,7 @@ withdrawal_heads = Table(
     Column("number", BigInteger, nullable=False, comment="of the last withdrawal"),
     Column("mark", String(16), nullable=False, comment="of the last withdrawal"),
 )
-"""The last withdrawal of each namespace. A transaction that withdraws locks the row until it
+"""The last withdrawal of each namespace. Each transaction that withdraws locks the row until it
 commits, so numbers become visible in ascending order."""
 
 audit = Table(

@@ -22,9 +22,7 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class _Cycle:
-    """Replaces uvicorn's `RequestResponseCycle` for a fast request. The request has no body, so
-    nothing is received.
-    """
+    """Replaces uvicorn's `RequestResponseCycle` for a fast request, which has no body."""
 
     def __init__(self, *, keep_alive: bool, is_complete: bool = False) -> None:
         self.keep_alive = keep_alive
@@ -120,8 +118,8 @@ class FastConnection(Connection):
         return keep_alive
 
     def _wait_for_more(self) -> None:
-        """Close the connection if no request arrives for a while. One timer serves many requests,
-        because starting a timer per request costs more than reading the clock.
+        """Close the connection if no request arrives for a while. One timer serves many requests:
+        reading the clock costs less than starting a timer.
         """
         self._idle_since = self.loop.time()
         if self._idle_timer is None:
@@ -231,10 +229,10 @@ class FastConnection(Connection):
     async def _send_file(
         self, cycle: _Cycle, head: bytes, file: FileReader, start: int, stop: int
     ) -> None:
-        """Send a part of a file past the transport, whose write buffer is empty.
+        """Send a part of a file directly to the socket. The transport's write buffer must be empty.
 
-        The socket is duplicated, so its descriptor stays valid if the transport closes. The event
-        loop also forbids a second watcher on a transport's own descriptor.
+        A duplicate descriptor stays valid if the transport closes, and the event loop allows to
+        watch it, unlike the transport's own.
         """
         fd = os.dup(self.transport.get_extra_info("socket").fileno())
         with socket.socket(fileno=fd) as out:
@@ -255,7 +253,7 @@ class FastConnection(Connection):
 
     async def _until_writable(self, cycle: _Cycle, out: socket.socket) -> None:
         """Wait until the socket is writable, or until the caller disconnects or stalls too long."""
-        if cycle.disconnected:  # while a thread was sending: nothing would end the wait
+        if cycle.disconnected:  # while a thread was sending, so no `_resume` would follow
             return
         self._writable = self.loop.create_future()
         self.pause_writing()
@@ -279,5 +277,4 @@ def _default_lines(headers: tuple[tuple[bytes, bytes], ...]) -> tuple[bytes, boo
 
 
 def _names(request: FastRequest) -> tuple[str, str, str]:
-    """Return the request's fields for a log line."""
     return request.method, request.path, logged_id(request.state)

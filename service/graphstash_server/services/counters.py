@@ -52,14 +52,12 @@ class Counted(NamedTuple):
 
     Attributes:
         requests: number of requests by method and status.
-        refused: number of refused requests by error code, with requests refused before routing.
+        refused: number of refused requests by error code, including those refused before routing.
         seconds: number of requests per bucket of `BUCKETS`, and last of longer requests. Artifact
             reads that bypass FastAPI (`graphstash_server.fast`) are not timed.
-        total_seconds: total duration of the timed requests.
         healed: artifacts dropped because their blob was lost or damaged.
         leases_expired: leases that were granted to another holder after they expired.
-        strange_headers: number of reads by the name of a header that kept them from the fast path.
-        workers: serving processes.
+        strange_headers: for each header, the number of reads that it kept from the fast path.
         waiters: requests that wait for a lease.
         listening: processes that receive the database's notifications.
     """
@@ -80,11 +78,10 @@ class HostCounters:
     """The rows of all workers. Create it before the workers are forked.
 
     Attributes:
-        corruption: description of the first damage to the database that a worker found.
+        corruption: the first damage to the database that a worker found.
         unknown_blobs: why the reconciler keeps blobs without an artifact; None if it deletes them.
         rates: token buckets of the namespaces with a request rate.
-        protected: token buckets that limit how many artifacts look-ups protect, per caller and per
-            namespace.
+        protected: token buckets for look-ups that protect artifacts, per caller and per namespace.
     """
 
     def __init__(self, workers: int = 1) -> None:
@@ -169,7 +166,7 @@ class Counters:
         self._cells[_CELL["refused", code.value]] += 1
 
     def count_strange_headers(self, names: Iterable[str]) -> None:
-        """Count a read by the names of the headers that kept it from the fast path."""
+        """Count a read for each header that kept it from the fast path."""
         for name in names:
             self._strange_headers.count(name)
 

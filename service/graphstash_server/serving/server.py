@@ -4,7 +4,7 @@
 
 At the shutdown, the server stops accepting connections and answers requests that wait for leases.
 Then it waits for the first requests of new connections, and for transfers, `shutdown_seconds` in
-total. At last it closes the context, which writes the last counters.
+total. Finally, it closes the context, which writes the last counters.
 
 Every response during the shutdown closes its connection, so that a client under load reconnects
 elsewhere and the server cuts off no request.
@@ -55,32 +55,31 @@ _LOGGER = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS: Final = 120
 """Seconds until an idle connection is closed. A job keeps its connection while it compiles, because
-a new TLS connection costs 23 times as much as a request. At the limit, idle ones are closed sooner.
-"""
+a new TLS connection costs 23 times as much as a request. If all connections are taken, the server
+closes idle ones sooner."""
 
 _BACKLOG = 65_535
-"""Connections that the kernel keeps until the server accepts them, at most `net.core.somaxconn`. If
-there are more, clients time out."""
+"""Connections that the kernel keeps until the server accepts them, at most `net.core.somaxconn`.
+Further clients time out."""
 
 _FIRST_REQUEST_SECONDS = 5.0
-"""Seconds that a connection without a request may delay the shutdown. Its client is about to send a
-request, which takes a while on a loaded host. Closing the connection would fail that request.
-"""
+"""Seconds that a new connection may delay the shutdown. Its client is about to send a request. That
+takes a while on a loaded host, and would fail on a closed connection."""
 
 _POLL_SECONDS = 0.02
 
 _ORPHAN_STATUS = 1
 
 PARENT_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
-"""Signals that the parent of workers handles. The parent blocks them while it forks a worker."""
+"""Signals that the parent of workers handles, and blocks while it forks a worker."""
 
 
 def _freeze_garbage() -> None:
     """Exclude all existing objects from garbage collection, and collect less often.
 
     A look-up of 1,000 keys takes 12.8 ms of CPU with Python's defaults, and 9.4 ms with frozen
-    objects. A threshold of 5,000 saves another tenth of a miss or a small PUT. A higher threshold
-    saves no more.
+    objects. With a threshold of 5,000, a miss or a small PUT takes another tenth less, with a
+    higher one no less.
     """
     gc.collect()
     gc.freeze()
@@ -98,11 +97,9 @@ class GraphstashServer(uvicorn.Server):
         stop_waiting: Callable[[], None],
         lifeline: int | None = None,
     ) -> None:
-        """Prepare a server.
-
-        It calls `when_ready` once it accepts connections, and `stop_waiting` at the shutdown, to
-        answer all requests that wait for leases. `lifeline` is the read end of a pipe that no
-        process writes to. The server shuts down when the last process with the write end has ended.
+        """Prepare a server that calls `when_ready` once it accepts connections, and `stop_waiting`
+        at the shutdown, to answer requests that wait for leases. `lifeline` is the read end of a
+        pipe: the server shuts down when the last process with the write end has ended.
         """
         super().__init__(config)
         self._when_ready = when_ready
@@ -110,10 +107,7 @@ class GraphstashServer(uvicorn.Server):
         self._lifeline = lifeline
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start the application, then listen. Until then, the kernel refuses connections.
-
-        Connections over a Unix socket come from the user who runs the server (`sockets`).
-        """
+        """Start the application, then listen. Until then, the kernel refuses connections."""
         if self._lifeline is not None:
             loop = asyncio.get_running_loop()
             loop.add_reader(self._lifeline, self._end_orphan, loop, self._lifeline)
@@ -127,7 +121,7 @@ class GraphstashServer(uvicorn.Server):
     async def _listen(self, listener: socket.socket) -> None:
         config = self.config
         kind = cast("type[Connection]", config.http_protocol_class)
-        is_owners = listener.family == socket.AF_UNIX
+        is_owners = listener.family == socket.AF_UNIX  # see `serving.sockets`
         if is_owners:
             kind = owner_connections(kind)
         else:
@@ -155,7 +149,7 @@ class GraphstashServer(uvicorn.Server):
         self.servers.append(server)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop listening, answer requests that wait for leases, and let uvicorn end the others."""
+        """Stop listening, answer requests that wait for leases, and let uvicorn finish the rest."""
         for server in self.servers:
             server.close()
         self.server_state.default_headers = [
@@ -172,7 +166,7 @@ class GraphstashServer(uvicorn.Server):
         began = loop.time()
         longest = self.config.timeout_graceful_shutdown or 0
         deadline = began + min(_FIRST_REQUEST_SECONDS, longest)
-        await asyncio.sleep(_POLL_SECONDS)  # the newest connection is not in the set yet
+        await asyncio.sleep(_POLL_SECONDS)  # until uvicorn has added the newest connection
         while loop.time() < deadline and not self.force_exit:
             if not any(map(_is_new, self.server_state.connections)):
                 break
@@ -188,7 +182,7 @@ class GraphstashServer(uvicorn.Server):
 
 
 class _ShortStartError(logging.Filter):
-    """Reduces the traceback that uvicorn logs for a `StartError` to the message."""
+    """Replaces the traceback that uvicorn logs for a `StartError` by its message."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         last = record.getMessage().rstrip().rpartition("\n")[2]
@@ -206,11 +200,7 @@ def make_server(
     counters: Counters | None = None,
     tracing: "Tracing | None" = None,
 ) -> GraphstashServer:
-    """Create a server that is not running yet.
-
-    Raises:
-        StartError: the TLS files cannot be used.
-    """
+    """Create a server, which does not run yet. Raises `StartError` if a TLS file is unusable."""
     tls = tls_context(settings)
     app = create_app(settings, counters=counters, tracing=tracing)
     kind, fast = _fast_path(app, tracing)
@@ -294,9 +284,7 @@ def run_worker(
     lifeline: int,
     counters: Counters,
 ) -> NoReturn:
-    """Serve in a forked process, and exit. The worker writes a byte to `ready_pipe` once it serves.
-    `GraphstashServer` describes `lifeline`.
-    """
+    """Serve in a forked process, and exit. The worker writes a byte to `ready_pipe` when ready."""
 
     def report_ready() -> None:
         with suppress(BrokenPipeError):  # the parent has ended, as the lifeline reports
@@ -322,7 +310,7 @@ def run_worker(
 
 
 def _is_new(connection: object) -> bool:
-    """Return whether a connection has not sent the head of a request yet."""
+    """Return whether no request has arrived on a connection yet."""
     return isinstance(connection, HttpToolsProtocol) and connection.cycle is None
 
 

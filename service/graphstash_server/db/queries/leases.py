@@ -1,7 +1,7 @@
 """Statements on `leases`.
 
-Fencing numbers: the first grant of a key gets the time in milliseconds. Each later grant gets the
-time, but at least one more than the previous grant. The row is deleted a day after the lease has
+Fencing numbers: the first grant of a key gets the time in milliseconds. A later grant gets the time
+or the previous number plus one, whichever is larger. The row is deleted a day after the lease has
 expired, or earlier if its caller or namespace has too many rows (`has_room_for_lease`). Then the
 number still grows if the servers' clocks differ by less than the time since the previous grant.
 """
@@ -71,7 +71,7 @@ class LeaseRow(NamedTuple):
         return self.released_at is None and self.expires_at > now
 
     def latest_end(self, now: datetime) -> datetime:
-        """Return the latest possible end: if `expires_at` is later, the clock was set back."""
+        """Return the latest possible end. If `expires_at` is later, the clock was set back."""
         return now + timedelta(seconds=self.ttl_seconds or MAX_LEASE_SECONDS)
 
 
@@ -179,7 +179,7 @@ async def release_lease(
 
 
 async def end_leases(connection: Connection, keys: Sequence[StoredKey], *, now: datetime) -> None:
-    """End the leases on keys whose artifacts were published, whoever holds them."""
+    """End the leases on keys whose artifacts were published."""
     given = [{**key_parameters(key), "now": now} for key in keys]
     await _END.execute_all(connection, given)
 
@@ -236,8 +236,8 @@ async def has_room_for_lease(
     now: datetime,
     most: int,
 ) -> bool:
-    """Return whether a caller or a namespace may have one more row. If it has `most` rows, first
-    delete up to `most // 2` rows of ended leases, oldest first.
+    """Return whether a caller or namespace may have one more row. If it has `most`, first delete up
+    to `most // 2` rows of ended leases, oldest first.
     """
     is_counted = leases.c[of] == name
     count = await connection.scalar(select(func.count()).select_from(leases).where(is_counted))

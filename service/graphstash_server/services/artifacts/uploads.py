@@ -68,8 +68,6 @@ class Upload:
         compile_seconds: seconds that the publisher took to compile, and that a hit saves.
         toolchain: compiler that made the artifact; empty if unknown.
         only_if_absent: refuse even the same bytes if the key has an artifact (`If-None-Match: *`).
-        policy: policy of the namespace.
-        job: job that compiled the artifact; empty for none.
     """
 
     key: StoredKey
@@ -89,31 +87,23 @@ class Upload:
 
 
 class Commit(NamedTuple):
-    """The result of an upload.
+    """The result of an upload."""
 
-    Attributes:
-        stays: digest of the earlier artifact, if it stays.
-        stored: the uploaded artifact, if it was stored.
-        replaced: the earlier artifact, if the upload replaced it.
-    """
-
-    stays: Digest | None = None
-    stored: Artifact | None = None
-    replaced: Artifact | None = None
+    stays: Digest | None = None  # of the earlier artifact
+    stored: Artifact | None = None  # the uploaded artifact
+    replaced: Artifact | None = None  # the earlier artifact
 
 
 _Outcome: TypeAlias = Commit | Exception | None
-"""None means retry: another artifact took the key before its blob was locked."""
+"""None means retry: the key has an artifact whose blob this transaction has not locked."""
 
 _Waiting: TypeAlias = "tuple[Upload, asyncio.Future[Commit]]"
 
 
 @dataclass(kw_only=True, eq=False)
 class CommitBatcher:
-    """Commit artifacts of one namespace together.
-
-    A transaction never spans namespaces. If it waits, for example for a server that froze inside
-    its own transaction, other namespaces continue.
+    """Commit artifacts of one namespace together. If a transaction waits, for example for a server
+    that froze inside its own transaction, other namespaces continue.
     """
 
     database: Database
@@ -126,10 +116,8 @@ class CommitBatcher:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def commit(self, upload: Upload) -> Commit:
-        """Make an artifact visible, count it and end its lease, atomically.
-
-        Raises:
-            ServerError: 503, 507 or 409; nothing was stored.
+        """Make an artifact visible, count it and end its lease, atomically. Raises a `ServerError`
+        (503, 507 or 409) if nothing was stored.
         """
         future: asyncio.Future[Commit] = asyncio.get_running_loop().create_future()
         namespace = upload.key.namespace
@@ -171,9 +159,7 @@ class CommitBatcher:
         return retries
 
     async def _outcomes(self, uploads: Sequence[Upload]) -> list[_Outcome]:
-        """Commit a batch. After an unexpected error, commit each upload alone, because one upload
-        may have caused it.
-        """
+        """Commit a batch. If an unexpected error occurs, commit each upload alone."""
         try:
             return await self._commit_all(uploads)
         except ServerError as error:  # the database itself failed, not one upload
@@ -209,7 +195,7 @@ class CommitBatcher:
             )
 
     def _are_stored_now(self, uploads: Sequence[Upload]) -> bool:
-        """Return whether every blob is stored. False also if the check would block."""
+        """Return whether every blob is stored. False if the check would block."""
         for upload in uploads:
             file = self.blobs.open_now(upload.digest)
             if file is None:
@@ -253,7 +239,7 @@ class CommitBatcher:
 
 
 class _NotStoredNowError(Exception):
-    """A blob is absent, or the store cannot answer without blocking."""
+    """A blob is absent, or the check would block."""
 
 
 class _Times(NamedTuple):
@@ -264,17 +250,11 @@ class _Times(NamedTuple):
 
 
 class _Locked(NamedTuple):
-    """Blobs that a transaction has locked, and their state at that time.
+    """Blobs that a transaction has locked, and their state at that time."""
 
-    Attributes:
-        blobs: the uploaded blobs, and the blobs of artifacts to replace.
-        doomed: SHA-256 of uploaded blobs that the store may still delete.
-        generations: generations of the uploaded blobs by SHA-256, if not 0.
-    """
-
-    blobs: Collection[Digest]
-    doomed: Collection[str]
-    generations: Mapping[str, int]
+    blobs: Collection[Digest]  # uploaded, or of artifacts to replace
+    doomed: Collection[str]  # SHA-256 of uploaded blobs that the store may still delete
+    generations: Mapping[str, int]  # of uploaded blobs by SHA-256, if not 0
 
 
 async def _lock(connection: Transaction, uploads: Sequence[Upload]) -> _Locked:
@@ -322,7 +302,7 @@ async def _store_all(
 
 
 async def _blobs_to_replace(connection: Transaction, uploads: Sequence[Upload]) -> list[Digest]:
-    """Return the blobs of artifacts that uploads would replace, which may change until locked."""
+    """Return the blobs of artifacts that uploads would replace. They may change until locked."""
     rows = [await find_stored(connection, upload.key) for upload in uploads if upload.replaces]
     return [row.digest for row in rows if row is not None]
 
@@ -330,8 +310,8 @@ async def _blobs_to_replace(connection: Transaction, uploads: Sequence[Upload]) 
 async def _store(
     connection: Transaction, upload: Upload, times: _Times, *, locked: Collection[Digest]
 ) -> _Outcome:
-    """Insert or replace one artifact. Return None if its key has an artifact whose blob is not
-    locked: replacing marks that blob for deletion, which requires its lock.
+    """Insert or replace one artifact. Return None if it would replace an artifact whose blob is not
+    locked: marking a blob for deletion requires its lock.
     """
     new = Artifact(
         key=upload.key,
@@ -421,10 +401,9 @@ class UploadService:
     max_artifact_bytes: int
 
     async def publish(self, upload: Upload, chunks: AsyncIterator[bytes]) -> bool:
-        """Store an artifact. Check policy, existing artifact and room before reading `chunks`.
+        """Store an artifact. Return False if the key already had the same bytes.
 
-        Returns:
-            False if the key already had the same bytes. Usually no chunk is read then.
+        Policy, existing artifact and room are checked before `chunks` is read.
 
         Raises:
             ServerError: 400, 403, 409, 412, 413, 503 or 507; nothing is stored.
@@ -465,20 +444,14 @@ class UploadService:
         return self._refuse_other(upload, commit.stays)
 
     async def _drop_blob(self, digest: Digest) -> None:
-        """Delete a blob after an upload, unless an artifact uses it. If that fails, maintenance
-        deletes it later.
-        """
+        """Delete an unused blob after an upload. If that fails, maintenance deletes it later."""
         try:
             await self.collector.collect_all([digest])
         except ServerError as error:
             _LOGGER.warning("could not delete the unused blob %s, will retry: %s", digest, error)
 
     def check(self, namespace: Namespace, size_bytes: int, *, policy: NamespacePolicy) -> None:
-        """Check the policy and the size limits. Needs no query.
-
-        Raises:
-            ServerError: 403 or 413.
-        """
+        """Check policy and size limits, without a query. Raises `ServerError` 403 or 413."""
         check_writable(namespace, policy)
         limit = policy.max_artifact_bytes
         if limit is not None and size_bytes > limit:

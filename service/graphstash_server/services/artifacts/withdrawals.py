@@ -37,8 +37,8 @@ class WithdrawalService:
     clock: PlausibleClock
 
     async def read(self, namespace: Namespace, query: WithdrawalQuery) -> WithdrawalList:
-        """Return the page after a position, or an incomplete list if no entry has that position.
-        Pruning removes the lowest numbers first, so if that entry exists, all later ones do.
+        """Return the page after a position. If no entry has that position, earlier entries may be
+        missing: the list is empty and not complete. Pruning removes the lowest numbers first.
         """
         after = query.after
         async with self.database.reading() as connection:
@@ -70,8 +70,8 @@ class WithdrawalService:
         )
 
     async def prune(self) -> None:
-        """Drop the entries of each namespace that are too old or too many, except the last of
-        these: a host at its position still finds all later entries.
+        """Drop the entries of each namespace that are too old or too many, except the last of them:
+        a host that has read up to that entry still finds all later entries.
         """
         async with self.database.reading() as connection:
             heads = await list_heads(connection)

@@ -1,12 +1,11 @@
 """RunService: stores the reports that processes send at their end, and sums them up per run.
 
-Any caller that may read a namespace may report to it, so reports are bounded. A namespace accepts
-reports only after something was stored in it. Each caller has a limit over all namespaces, and each
-namespace has a limit.
+Any caller that may read a namespace may report to it, once something was stored in it. So each
+caller has a limit over all namespaces, and each namespace has a limit.
 
-If a caller exceeds its limit, the server deletes its oldest runs. If a namespace exceeds its limit,
-the server deletes the oldest runs of the caller with the largest share, so that no caller can
-displace the reports of a smaller caller. A run belongs to the caller that reported it first.
+If a caller exceeds its limit, the server deletes the caller's oldest runs. If a namespace exceeds
+its limit, the server deletes the oldest runs of the caller with the largest share, so that no
+caller can displace the reports of a smaller one. A run belongs to its first reporter.
 """
 
 import asyncio
@@ -67,15 +66,14 @@ MAX_REPORT_BYTES: Final = 64 * 1024**2
 """Limits of one namespace, and of one caller over all namespaces."""
 
 _LEFT: Final = 7 / 8
-"""Share of an exceeded limit that a deletion leaves, so that not every report causes a deletion."""
+"""Share of a limit to which a deletion reduces, so that not every report causes a deletion."""
 
 _ROW_BYTES: Final = 512
 """Estimated bytes of a row and its index entries, without the reported counts and misses."""
 
 _MAX_LISTED_BYTES: Final = 8 * 1024**2
 _MAX_LISTED_REPORTS: Final = 8192
-"""Limits of the reports that one list reads. A list that would exceed them has fewer runs, but at
-least one."""
+"""Limits of the reports that one list reads. If necessary, it has fewer runs, but at least one."""
 
 _PRUNED_AT_ONCE: Final = 500
 
@@ -104,7 +102,7 @@ class RunService:
         *,
         writer: str,
     ) -> None:
-        """Store the report of a process, and replace its previous report.
+        """Store the report of a process in place of its previous one.
 
         Raises:
             ServerError: 400 if the run begins more than `MAX_RUN_AHEAD` in the future; 404 if
@@ -179,8 +177,7 @@ class RunService:
         until: datetime | None = None,
         after: str = "",
     ) -> RunList:
-        """Return a page of at most `limit` runs, by their latest report. `job` restricts the list
-        to runs of a job, and the times to runs that started in `[since, until)`.
+        """Return at most `limit` runs that started in `[since, until)`, latest report first.
 
         Raises:
             ServerError: 400 if `after` does not have the form of a page's `next`.
