@@ -1,5 +1,5 @@
-"""Promise: no attack changes what a server stores, reads what its rights exclude, or makes a job
-run bytes that the team did not publish. The server counts each refusal.
+"""Promise: no attack changes a server's data, reads data beyond its rights, or makes a job run
+bytes that the team did not publish. The server counts each refusal.
 
 Servers and jobs are real.
 """

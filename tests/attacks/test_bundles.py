@@ -137,7 +137,7 @@ def refuse(fort, run):
         yield refuse
 
 
-def test_an_honest_bundle_is_imported(forge, run, fort, space):
+def test_honest_bundle_is_imported(forge, run, fort, space):
     """Control: each forgery below differs from this bundle in one thing."""
     result = run(forge.write())
     assert (result.exit_code, result.stderr) == (0, "")

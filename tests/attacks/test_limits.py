@@ -127,8 +127,8 @@ def test_upload_that_cannot_fit_evicts_nothing(limited, space):
     assert refused == {"insufficient_storage": 2}
 
 
-def test_an_upload_takes_the_room_of_its_own_namespace_first(limited, space):
-    """This holds even if those artifacts are worth more than others, or the upload breaks off."""
+def test_upload_evicts_from_its_own_namespace_first(limited, space):
+    """This holds even if the evicted artifacts are worth more, or the upload breaks off."""
     rogue = f"{space}-rogue"
     limited.fill(space, *_VICTIMS, seconds=1.0)
     limited.fill(rogue, 0, 1, seconds=500_000.0)

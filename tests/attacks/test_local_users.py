@@ -143,7 +143,7 @@ def state(public, monkeypatch):
 
 @pytest.fixture
 def serve(tmp_path, state):
-    """Start `graphstash serve` as its manual says."""
+    """Start `graphstash serve` with the options in its manual."""
     variables = {"GRAPHSTASH_INSECURE": "", "XDG_STATE_HOME": str(tmp_path / "state")}
     numbers = itertools.count()
     with ExitStack() as stack:
@@ -163,9 +163,7 @@ def job(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.extended)])
-def test_the_quick_start_of_one_user_needs_no_setting_and_is_closed_to_others(
-    serve, state, job, key, workers
-):
+def test_quick_start_needs_no_setting_and_is_closed_to_other_users(serve, state, job, key, workers):
     server = serve("--workers", str(workers))
     assert "jobs of this user on this host find it by themselves" in server.log
 
@@ -237,7 +235,7 @@ def test_socket_in_a_directory_that_others_may_write_is_not_used(
     listener.close()
 
 
-def test_a_job_without_a_server_says_once_what_to_set(tmp_path, state):
+def test_job_without_a_server_names_the_missing_setting_once(tmp_path, state):
     program = tmp_path / "job.py"
     program.write_text(
         "import graphstash, subprocess, sys\n"
@@ -352,7 +350,7 @@ def test_unsigned_copy_that_others_may_write_is_not_used(job, key, tmp_path, mod
     assert second.compiles == 1
 
 
-def test_a_pipe_in_the_place_of_the_hosts_secret_is_replaced(job, key, team, tmp_path):
+def test_pipe_in_the_place_of_the_hosts_secret_is_replaced(job, key, team, tmp_path):
     settings = {"trusted_keys": team.file, "url": "none", "cache_dir": tmp_path / "cache"}
     first = job(**settings)
     os.mkfifo(tmp_path / "cache" / "secret")
@@ -402,7 +400,7 @@ def test_linked_or_foreign_cache_directory_is_not_used(job, key, shared, tmp_pat
     assert not (shared / "v2").exists()
 
 
-def test_a_cache_that_an_older_release_left_open_is_closed(job, key, shared):
+def test_cache_that_an_older_release_left_open_is_closed(job, key, shared):
     for name in ("v2", "locks", "tmp"):
         (shared / "cache" / name).mkdir(parents=True)
         (shared / "cache" / name).chmod(0o777)

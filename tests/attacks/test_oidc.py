@@ -204,7 +204,7 @@ def callers(server, exchange, github):
 def test_reports_of_one_subject_with_several_tokens_withhold_nothing(
     server, callers, space, key, publish
 ):
-    """All tokens of a subject are one caller, who also holds their leases."""
+    """All tokens of a subject are one caller, which also holds their leases."""
     publish(key(), b"an executable", server=server)
     wrong = {
         "key": asdict(key()),

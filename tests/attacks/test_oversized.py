@@ -82,7 +82,7 @@ def test_oversized_body_is_refused(fort, space):
 
 
 def test_thousands_of_ranges_or_tags_are_ignored(fort, space):
-    """As RFC 9110 says, the server ignores headers that it cannot parse and sends all bytes."""
+    """The server ignores headers that it cannot parse and sends all bytes (RFC 9110)."""
     fort.fill(space)
     admin = fort.http(fort.admin)
     ranges = "bytes=" + ",".join(f"{n}-{n}" for n in range(5000))

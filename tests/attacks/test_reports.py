@@ -105,7 +105,7 @@ def test_report_of_a_blob_damaged_on_disk_removes_the_artifact(fort, space, key,
 
 
 def test_manifest_entries_of_one_writer_evict_none_of_other_writers(any_fort, space, writer):
-    """This holds even if the attacker names the entries first, or names them as well."""
+    """This holds even if the attacker names the entries before or after the other writer."""
     path = f"/v1/{space}/manifests/train"
 
     def put(caller, numbers):

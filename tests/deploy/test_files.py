@@ -75,7 +75,7 @@ def test_example_explains_exactly_the_variables_that_compose_reads():
     assert set(example_variables()) == variables_of(*ALL)
 
 
-def test_the_example_shows_the_defaults():
+def test_example_shows_the_defaults():
     """Uncommenting a line changes nothing."""
     needed = dict.fromkeys(NEEDED, "x")
 
@@ -120,7 +120,7 @@ def test_containers_are_locked_down(composed):
 
 
 def test_podman_accepts_every_tmpfs(composed):
-    """Docker accepts uid and gid as well, but podman fails on them."""
+    """Docker also accepts uid and gid, but podman fails on them."""
     for name, service in composed["services"].items():
         for tmpfs in service.get("tmpfs", ()):
             options = tmpfs.partition(":")[2].split(",")
@@ -203,7 +203,7 @@ def test_nginx_gets_every_variable_of_its_templates():
             assert pattern.search(name), name
 
 
-def test_the_dockerfile_passes_hadolint():
+def test_dockerfile_passes_hadolint():
     hadolint = Path(sysconfig.get_path("scripts")) / "hadolint"
     done = captured([hadolint, "--no-color", DOCKER / "Dockerfile"])
 
@@ -221,7 +221,7 @@ def test_dockerfile_uses_only_pinned_base_images_and_no_secrets(image):
     assert not re.search(r"(?i)password|secret|token|database_url", text)
 
 
-def test_the_image_runs_as_the_user_of_compose_without_a_shell(image):
+def test_image_runs_as_the_user_of_compose_without_a_shell(image):
     services = load("compose.yaml", variables=NEEDED)["services"]
     for name in ("server-1", "server-2", "migrate"):
         assert services[name]["user"] == image.user

@@ -82,7 +82,7 @@ def test_installed_server_creates_its_database_and_answers(wheel, tmp_path):
         assert httpx.get(f"{server.url}/v1/stats").json()["namespaces"] == []
 
 
-def test_the_wheel_holds_three_packages_and_the_migrations(wheel):
+def test_wheel_holds_three_packages_and_the_migrations(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/")[0] for name in names if ".dist-info" not in name}
     assert tops == {"graphstash", "graphstash_server", "graphstash_schema"}
@@ -98,7 +98,7 @@ def test_the_wheel_holds_three_packages_and_the_migrations(wheel):
 
 
 @pytest.mark.extended
-def test_the_default_install_is_the_light_client(light):
+def test_default_install_is_the_light_client(light):
     program = (
         "import sys, graphstash, graphstash.hooks, graphstash.testing, graphstash._cli.main\n"
         "graphstash._cli.main.complete_app()\n"

@@ -33,7 +33,7 @@ from support.wire import Wire, head
 BLOB = b"x" * 1000
 OPEN = {"/healthz", "/readyz", "/openapi.json"}
 PAGES = {"/", "/search", "/tuning", "/docs", "/sign-in", "/sign-out", "/assets/{name}"}
-"""Pages show each visitor only what it may read: see test_pages, test_sign_in and test_actions."""
+"""Pages apply the visitor's rights: see test_pages, test_sign_in and test_actions."""
 UNKNOWN = f"gst_{'a' * 16}_{'A' * 43}"
 
 pytestmark = pytest.mark.anyio
@@ -197,7 +197,7 @@ def test_waiter_whose_token_is_revoked_gets_no_lease(guarded, admin):
     assert admin.acquire().status_code == 201, "nobody holds it"
 
 
-# -- what grants allow --
+# -- grants --
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_waiter_whose_token_is_revoked_gets_no_lease(guarded, admin):
         ("admin", READS | WRITES | ADMINS, {}),
     ],
 )
-def test_a_scope_includes_only_the_scopes_below_it(guarded, stored, grant, allowed, forbidden):
+def test_scope_includes_only_the_scopes_below_it(guarded, stored, grant, allowed, forbidden):
     api = guarded.api(stored, f"{grant}:{stored}")
 
     for name, call in allowed.items():
@@ -220,7 +220,7 @@ def test_a_scope_includes_only_the_scopes_below_it(guarded, stored, grant, allow
         assert needed in refused.json()["detail"]
 
 
-def test_a_pattern_of_many_stars_is_matched_in_linear_time():
+def test_pattern_of_many_stars_is_matched_in_linear_time():
     """A backtracking matcher would take years, so this test needs no clock."""
     pattern = NamespacePattern("*a" * 31 + "b")
 
@@ -237,7 +237,7 @@ def test_a_pattern_of_many_stars_is_matched_in_linear_time():
         assert not NamespacePattern(other).matches(name), other
 
 
-# -- what policies add --
+# -- policies --
 
 
 def test_public_namespace_is_read_by_every_caller(guarded, connect, stored):
@@ -264,7 +264,7 @@ def test_refused_callers_do_not_count_towards_the_rate_of_a_namespace(guarded, c
     assert reader.get().status_code == 429
 
 
-def test_a_server_without_authentication_allows_every_call(api):
+def test_server_without_authentication_allows_every_call(api):
     api.http.headers["Authorization"] = f"Bearer {UNKNOWN}"
 
     assert api.http.get("/v1/-/access").json()["kind"] == "open"
@@ -374,7 +374,7 @@ async def test_one_statement_renews_all_tokens_in_use(services, clock, statement
     await renewed(access)
 
 
-async def test_a_revocation_during_a_renewal_is_not_undone(services, clock, monkeypatch):
+async def test_renewal_does_not_undo_a_revocation_during_it(services, clock, monkeypatch):
     access, tokens = services
     issued, other = [await new_token(tokens) for _ in range(2)]
     assert all([await is_let_in(access, each.token) for each in (issued, other)])

@@ -35,7 +35,7 @@ def fleet(tmp_path_factory, database, process_environment):
 
 
 async def client(http, url):
-    """One host of a job. Return whether it compiled, as its lease said, and its artifact."""
+    """One host of a job. Return whether it was granted the lease and compiled, and its artifact."""
     lease, artifact = f"{url}/leases/{KEY}", f"{url}/artifacts/{KEY}"
     status = 202
     while status == 202:

@@ -67,7 +67,7 @@ def test_malformed_request_is_refused(live_server):
 
 
 def test_bytes_of_refused_request_are_not_parsed_as_request(live_server):
-    """Request smuggling: the server must not parse as a request what a proxy forwards as a body."""
+    """Request smuggling: bytes that a proxy forwards as a body must not become a request."""
     last = HEALTH[:-2] + "Connection: close\r\n\r\n"
     inner = HEALTH.replace("healthz", "nothing")
     sized = f"Content-Length: {len(inner)}\r\n\r\n"

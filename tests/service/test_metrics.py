@@ -71,7 +71,7 @@ def test_requests_hits_waiters_and_refusals_are_counted(tmp_path, connect):
 
 
 @pytest.mark.parametrize("setting", ["off", "loopback"])
-def test_setting_decides_who_may_read_metrics(tmp_path, setting):
+def test_setting_restricts_the_readers_of_metrics(tmp_path, setting):
     """By default, every caller may read them, as other tests do on the shared server."""
     proxied = {"X-Forwarded-For": "127.0.0.1"}, {"Forwarded": "for=127.0.0.1"}
     with LiveServer(tmp_path, metrics=setting, log_level="error") as server:

@@ -92,7 +92,7 @@ def test_rule_matches_whole_claims_only(verify, issuer):
     ):
         principal = verify(issuer.token("first", **claims))
         assert sorted(map(str, principal.grants)) == ["read:trusted", "write:ci"], claims
-    # The issuer signs JWTs for strangers as well.
+    # The issuer also signs JWTs for strangers.
     for name in ("teams/model", "x/team/model", None, {"team/model": 1}, [["team/other"]]):
         assert verify(issuer.token("first", repository=name)) is None, name
 

@@ -274,7 +274,7 @@ def command(command_on):
     return command_on(quarantine_command)
 
 
-def test_the_command_lists_releases_and_deletes(command, connect):
+def test_command_lists_releases_and_deletes(command, connect):
     api = connect(command.url)
     assert command("list") == "nothing is withheld\n"
     for number in (1, 2):
