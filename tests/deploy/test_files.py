@@ -125,7 +125,7 @@ def test_podman_accepts_every_tmpfs(composed):
         for tmpfs in service.get("tmpfs", ()):
             options = tmpfs.partition(":")[2].split(",")
             assert {each.partition("=")[0] for each in options} <= {"size", "mode"}, name
-            assert "mode=1777" in options, f"{name}: root's, and the container is another user's"
+            assert "mode=1777" in options, f"{name}: otherwise only root can write to it"
 
 
 def test_only_nginx_and_grafana_are_published_and_only_on_loopback(composed):

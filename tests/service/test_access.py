@@ -100,7 +100,7 @@ def test_every_call_except_open_ones_requires_credentials(guarded, tmp_path, sho
             continue
         if route.path in PAGES or route.path.startswith("/actions/"):
             continue
-        assert isinstance(route, APIRoute), f"{route.path} is neither open nor a call of ours"
+        assert isinstance(route, APIRoute), f"{route.path} is neither open nor a call of the API"
         for word in ("default", "NOT%20A%20WORD"):
             path = route.path
             for name in route.param_convertors:
@@ -123,7 +123,7 @@ def half_sent(guarded, method, path, token, *, body, **headers):
     sent += [f"Content-Length: {len(body)}", "Expect: 100-continue"]
     with Wire(guarded.url) as wire:
         wire.send(head(method, path, *sent, token=token))
-        assert wire.begin() == 100, "let in: the body is being read"
+        assert wire.begin() == 100, "the server waits for the body"
         wire.send(body[: len(body) // 2])
         yield lambda: wire.ask(body[len(body) // 2 :]).status
 
@@ -194,7 +194,7 @@ def test_waiter_whose_token_is_revoked_gets_no_lease(guarded, admin):
         revoke(guarded, token)
         assert admin.release(held, "failed").status_code == 204
         assert answer.result() == 401
-    assert admin.acquire().status_code == 201, "nobody holds it"
+    assert admin.acquire().status_code == 201, "no caller holds the lease"
 
 
 # -- grants --
@@ -480,7 +480,7 @@ async def test_expiry_is_checked_on_every_use(services, clock, statements):
     clock.turn(1)
     assert not await is_let_in(access, token)
     assert access.principal_now(f"Bearer {token}") is None
-    assert len(statements) == asked, "what is known was enough"
+    assert len(statements) == asked, "the cached token sufficed"
 
 
 async def test_guesses_share_statements_and_take_bounded_memory(services, statements, monkeypatch):

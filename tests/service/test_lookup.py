@@ -125,4 +125,4 @@ async def test_concurrent_verifications_of_one_artifact_read_it_once(opened, mon
         assert all(reply.found and not reply.healed for reply in replies)
         assert (len(readings), most) == (4, 2)
         assert (await verify(keys[0])).found
-        assert len(readings) == 5, "who asks later has it read again"
+        assert len(readings) == 5, "a later call reads the blob again"

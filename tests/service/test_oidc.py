@@ -283,11 +283,11 @@ def test_new_key_is_found_after_the_pause_and_old_key_dropped(verify, issuer, cl
     clock.turn(299)
     assert verify(old) is not None
     clock.turn(1)
-    assert verify(old) is None, "keys that the provider took back are gone after five minutes"
+    assert verify(old) is None, "a key that the issuer removed expires after five minutes"
 
     issuer.add_key("second", "RS256")
     new = issuer.token("second")
-    assert verify(new) is None, "it was asked a moment ago"
+    assert verify(new) is None, "the last fetch is too recent"
     clock.turn(15)
     assert verify(new) is not None
 
@@ -330,7 +330,7 @@ async def test_decision_about_jwt_of_failing_provider_lasts_two_seconds(issuer, 
     issuer.answer = (500, b"")
     clock.turn(300)
     assert access.principal_now(shown) is None
-    assert await access.principal_of(shown) is not None, "a known key still counts"
+    assert await access.principal_of(shown) is not None, "the cached key stays valid"
     clock.turn(1.5)
     assert access.principal_now(shown) is not None
     clock.turn(0.5)
@@ -385,7 +385,7 @@ async def test_callers_with_known_keys_do_not_wait_for_a_hanging_provider(
     assert await keys.find("first") is not None
     issuer.answer = (500, b"")
     clock.turn(300)
-    assert await keys.find("first") is not None, "it failed, and the key goes on to count"
+    assert await keys.find("first") is not None, "the fetch failed, and the cached key stays valid"
     clock.turn(15)
     is_trying, may_end = asyncio.Event(), asyncio.Event()
 

@@ -69,7 +69,7 @@ def test_new_token_is_valid_at_once_and_its_secret_is_not_stored(guarded, admin)
     # grep runs in another process: a process that closes a file of its own SQLite database loses
     # its locks on the file.
     found = captured(["grep", "-r", "--fixed-strings", "-e", secret, guarded.server.data_dir])
-    assert (found.returncode, found.stdout) == (1, ""), "1 is: nothing found"
+    assert (found.returncode, found.stdout) == (1, ""), "grep exits with 1 if it finds nothing"
 
 
 def whole_database(url):
