@@ -1,5 +1,5 @@
--- Asks for the paths of the file $PATHS by turns, and prints wrk's figures as one line of JSON on
--- standard error. `%d` in a header stands for another number in each request.
+-- Request the paths in the file $PATHS in turn, and print wrk's figures as one line of JSON to
+-- standard error. `%d` in a header becomes another number in each request.
 local paths, turn, number = {}, 0, 0
 
 function init()

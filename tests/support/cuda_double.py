@@ -86,7 +86,7 @@ class _Recording(TorchDispatchMode):
         if function in _READS:
             raise RuntimeError("operation not permitted when stream is capturing")
         if "_fused_" in str(function):
-            raise RuntimeError("a kernel would keep numbers of the host as they are now")
+            raise RuntimeError("the graph would keep the present values of numbers on the host")
         for tensor in pytree.tree_leaves((args, kwargs)):
             if isinstance(tensor, Tensor) and id(tensor) not in self._made:
                 self._before.setdefault(id(tensor), (tensor, tensor.detach().clone()))

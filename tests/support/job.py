@@ -21,12 +21,14 @@ parser.add_argument("--mode", choices=("lazy", "compile", "dynamo", "item"), def
 parser.add_argument("--steps", type=int, default=4)
 parser.add_argument("--width", type=int, default=32)
 parser.add_argument("--install", action="store_true", help="call graphstash.install()")
-parser.add_argument("--initialize-cache", type=Path, help="as scripts for a bare torch_xla do")
-parser.add_argument("--pretend-version", help="what torch_xla says of itself")
-parser.add_argument("--pretend-features", help="instruction sets that this host's CPU has")
+parser.add_argument(
+    "--initialize-cache", type=Path, help="use this directory for torch_xla's own cache"
+)
+parser.add_argument("--pretend-version", help="version that torch_xla reports")
+parser.add_argument("--pretend-features", help="instruction sets that the CPU reports")
 parser.add_argument("--no-gate", action="store_true", help="as on a host without executable memory")
-parser.add_argument("--sabotage", action="store_true", help="take what the hook relies on away")
-parser.add_argument("--fork", type=int, default=0, help="train in so many forked children")
+parser.add_argument("--sabotage", action="store_true", help="remove a function that the hook needs")
+parser.add_argument("--fork", type=int, default=0, help="number of forked children that train")
 parser.add_argument("--thread", action="store_true", help="run a cached graph beside the training")
 options = parser.parse_args()
 

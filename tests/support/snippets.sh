@@ -1,4 +1,4 @@
-# What a page's session begins with; tests/support/snippets.py puts the page's blocks behind it.
+# Start of a page's session. tests/support/snippets.py appends the page's blocks.
 # Sourced with SNIPPET_ROOT, _VENV, _HOME, _PORT and _CHECKERS in the environment.
 set -eu -o pipefail
 
@@ -10,7 +10,7 @@ _end_server() {
 }
 trap _end_server EXIT
 
-# In the docs it runs in a terminal of its own. A second one takes the place of the first.
+# Users run the server in a terminal of its own. A second server replaces the first.
 _serve() {
     _end_server
     rm -f "$HOME/port"
@@ -27,7 +27,7 @@ graphstash() {
     if [ "${1-}" = serve ]; then _serve "$@"; else command graphstash "$@"; fi
 }
 
-# What is installed has to exist, and so have its extras.
+# Require that the installed packages and their extras exist.
 pip() {
     local told
     told=$(HOME=$SNIPPET_HOME "$SNIPPET_VENV/python" -m uv pip "$@" \
@@ -40,11 +40,11 @@ make() {
 }
 
 docker() {
-    echo "containers are started by nobody's tests: use <!-- snippet: parse: needs containers -->" >&2
+    echo "no test starts containers: use <!-- snippet: parse: needs containers -->" >&2
     return 1
 }
 
-# Runs a block with checkers in the place of all programs: $1 is its file.
+# Run the block in the file $1 with checkers instead of all programs.
 _only_parse() (
     unset -f docker graphstash make pip
     cd() { :; }

@@ -33,7 +33,7 @@ def until(holds: Callable[[], object], *, seconds: float = 60) -> None:
     """Wait until `holds()` is true. Fail after `seconds`."""
     deadline = time.monotonic() + seconds
     while not holds():
-        assert time.monotonic() < deadline, "it never became true"
+        assert time.monotonic() < deadline, f"still false after {seconds} s"
         time.sleep(0.01)
 
 

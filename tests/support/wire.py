@@ -117,7 +117,7 @@ class Wire:
                 continue
             self._socket.settimeout(_SECONDS)
             return self.answer()
-        raise AssertionError("the server waits without end")
+        raise AssertionError("the server neither answered nor closed")
 
     def flood(self, data: bytes, *, at_most: int) -> int:
         """Send until the server closes, and return the number of bytes sent."""

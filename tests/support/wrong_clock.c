@@ -1,5 +1,5 @@
 /* Sets the wall clock of a process ahead by the seconds in the file $CLOCK_AHEAD, at any time.
-   Preloaded (`support.clocks`). Monotonic clocks and the times of files stay, as with `date -s`. */
+   `support.clocks` preloads it. Monotonic clocks and file times do not change, as with `date -s`. */
 
 #define _GNU_SOURCE
 #include <fcntl.h>

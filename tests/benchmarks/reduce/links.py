@@ -101,7 +101,7 @@ class Star(AbstractContextManager):
         queues = json.loads(tc("-n", self._hub, "-s", "-j", "qdisc", "show"))
         of = [each for each in queues if each["kind"] == "tbf"]
         if any(each["drops"] for each in of):
-            raise RuntimeError("the queue of a link was full: what is measured on it says nothing")
+            raise RuntimeError("the queue of a link was full, so its figures are invalid")
         return Traffic(sum(each["bytes"] for each in of), sum(each["packets"] for each in of))
 
     def close(self):

@@ -102,7 +102,7 @@ def parse_options():
     )
     parser.add_argument("--quick", action="store_true", help="fewer cells and rounds: 10 minutes")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="[all]")
-    parser.add_argument("--backends", nargs="+", choices=BACKENDS, help="[all that are there]")
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, help="[all available]")
     parser.add_argument("--models", nargs="+", default=("MLP", "CNN", "GPT"), help="[all]")
     parser.add_argument("--optimizers", nargs="+", help="[SGD Adam AdamW; quick: not Adam]")
     parser.add_argument("--arms", nargs="+", default=ARMS, help="[all]; plain among them")

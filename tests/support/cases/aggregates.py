@@ -360,7 +360,7 @@ def sums_until(directory: str, made: AggregatedAllReduce, at_20: Callable[[], ob
             note(directory, "going")
         if message := error_of(lambda: made.sum_(torch.ones(200_000))):
             return message
-    raise AssertionError("nothing has ended these sums")
+    raise AssertionError("no kill has ended these sums")
 
 
 def broken(*, directory: str, kills: str, **arguments: Any) -> str:

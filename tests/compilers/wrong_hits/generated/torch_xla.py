@@ -302,7 +302,7 @@ def prepare() -> Callable[[CodeType, dict[str, Any]], Answer]:
 
     def ask_and_be_told(program: CodeType, own: dict[str, Any]) -> Answer:
         key, unshared, compiled = ask(program, own)
-        assert compiled, "the program asked for another graph before it told what it compiles"
+        assert compiled, "the program looked up another graph before it reported its own"
         return key, unshared, compiled
 
     return ask_and_be_told
