@@ -12,8 +12,7 @@ __all__ = ["Watch", "cpu_seconds", "peak_bytes", "resident_bytes"]
 
 
 class Watch:
-    """Measure this process in a block: `seconds`, `cpu_seconds`, and the growth of its peak,
-    `grown`."""
+    """Measure this process in a block: `seconds`, `cpu_seconds`, and `grown` of its peak."""
 
     def __enter__(self):
         self._peak = peak_bytes()

@@ -185,7 +185,7 @@ def test_damaged_record_is_left_out_and_unknown_miss_or_run_is_named(host, expla
         assert text in outcome.stderr
 
 
-def test_explanations_are_sent_only_once_to_a_server_of_an_earlier_release():
+def test_descriptions_are_sent_only_once_to_a_server_of_an_earlier_release():
     """An earlier release answers 404 to an unknown path. This is not a fallback of the job."""
     asked = []
 

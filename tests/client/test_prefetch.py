@@ -296,8 +296,7 @@ def test_one_process_of_a_run_prefetches_for_all_of_its_host(run, writer, link):
 
 
 def test_one_writer_cannot_displace_the_artifacts_of_others(guarded, hosts):
-    """The writer claims the longest compile times, and lists its artifacts for the job of
-    others."""
+    """The writer claims the longest compile times, and extends another team's manifest."""
 
     def publish(numbers, seconds, size=1000):
         token = guarded.token("write:shared")

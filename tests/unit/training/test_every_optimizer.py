@@ -265,7 +265,7 @@ def test_master_weights_train_as_float32_parameters(name, dtype):
 
 
 def trained_under(default_dtype, name):
-    """Train under a default dtype. It resumes after 300 steps, where bfloat16 cannot count on."""
+    """Train under a default dtype. Resume after 300 steps, which bfloat16 cannot count."""
     parameters = shaped([(64, 64)])
     eight_bit._table.cache_clear()
     torch.set_default_dtype(default_dtype)
