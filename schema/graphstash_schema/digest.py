@@ -74,9 +74,7 @@ class Digest:
 
     @classmethod
     def parse_repr_digest(cls, text: str, *, size_bytes: int) -> Self:
-        """Parse the SHA-256 of a `Repr-Digest` field, or raise InvalidValueError. Ignore other
-        algorithms.
-        """
+        """Parse the SHA-256 of a `Repr-Digest` field, or raise InvalidValueError."""
         match = _REPR_DIGEST.search(text)
         try:
             raw = base64.b64decode(match.group(1), validate=True) if match else b""

@@ -31,9 +31,7 @@ _LOGGER = logging.getLogger(__name__)
 def problem_response(
     request_id: str, error: ServerError, *, headers: dict[str, str] | None = None
 ) -> Response:
-    """Return the response to a refused request, with `headers` and the headers of its error code.
-    No cache may store it.
-    """
+    """Return the response to a refused request. No cache may store it."""
     headers = {"Cache-Control": "no-store", **(headers or {})}
     if error.retry_after_seconds is not None:
         headers["Retry-After"] = str(max(math.ceil(error.retry_after_seconds), 1))
@@ -80,7 +78,7 @@ _PROBLEM_SCHEMA = "#/components/schemas/Problem"
 
 
 def invalid_body(error: ValidationError) -> ServerError:
-    """Build an error that names the first invalid part of a body or parameter."""
+    """Build an error that names the first invalid field, or only counts many invalid fields."""
     if (count := error.error_count()) > _MAX_ERRORS:
         return ServerError(
             ErrorCode.INVALID_REQUEST,
@@ -103,7 +101,7 @@ def invalid_body(error: ValidationError) -> ServerError:
 _SHOWN = 120
 
 _MAX_ERRORS = 100
-"""Maximum number of errors for which the first is named, because pydantic describes all of them."""
+"""Above this number, name no field: to name the first one, pydantic would describe them all."""
 
 _CHALLENGE = 'Bearer realm="graphstash"'
 
@@ -123,10 +121,8 @@ def add_problem_handlers(
     *,
     unknown_page: Callable[[Request], Awaitable[Response]],
 ) -> None:
-    """Register a handler for each kind of error, except unexpected ones (`api.frame`).
-
-    `routes` are all calls: a 405 response lists the methods on its path. `unknown_page` answers a
-    browser that asks for an unknown path outside of the API.
+    """Register handlers for all errors except unexpected ones, which `api.frame` handles. Outside
+    of the API, `unknown_page` answers a browser that requests an unknown path.
     """
     app.add_exception_handler(ServerError, _on_error)
     app.add_exception_handler(InvalidValueError, _on_error)
@@ -143,7 +139,7 @@ async def _on_error(request: Request, error: Exception) -> Response:
 def _on_http_error(
     routes: Sequence[BaseRoute], unknown_page: Callable[[Request], Awaitable[Response]]
 ) -> Callable[[Request, Exception], Awaitable[Response]]:
-    """Handle the router's errors: unknown path, or unknown method."""
+    """Return the handler of the router's errors: unknown path, unknown method, or another one."""
 
     async def answer(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)  # noqa: S101 - registered for it
@@ -182,8 +178,8 @@ def _allowed_methods(request: Request, routes: Sequence[BaseRoute]) -> str:
 def _answer(
     request: Request, error: ServerError, *, headers: dict[str, str] | None = None
 ) -> Response:
-    """Build the response. Close the connection if the rest of a body could look like a request."""
     headers = dict(headers or {})
+    # The client may still send the body, which would look like its next request.
     if "expect" in request.headers or error.code is ErrorCode.UPLOAD_TIMEOUT:
         headers["Connection"] = "close"
     context: ProcessContext = request.app.state.context
@@ -194,14 +190,12 @@ def _answer(
 
 
 def are_refusals_logged() -> bool:
-    """Return whether `log_refusal` also logs refusals that only concern the caller."""
+    """Return whether `log_refusal` logs every refusal."""
     return _LOGGER.isEnabledFor(logging.DEBUG)
 
 
 def log_refusal(error: ServerError, *, method: str, path: str, state: Mapping[str, Any]) -> None:
-    """Log a server failure at ERROR, and any other refusal, which concerns only the caller, at
-    DEBUG.
-    """
+    """Log an internal error at ERROR, and any other refusal at DEBUG."""
     level = logging.ERROR if error.code is ErrorCode.INTERNAL else logging.DEBUG
     if _LOGGER.isEnabledFor(level):
         values = (method, path, error, logged_id(state))

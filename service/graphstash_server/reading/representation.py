@@ -39,8 +39,8 @@ HEADER_ACCEL: Final = "graphstash-accel"
 ACCEPT_REDIRECT: Final = HEADER_ACCEPT_REDIRECT.lower()
 
 MIN_ACCELERATED_BYTES: Final = 256 * 1024
-"""From this size on, nginx sends the file for less CPU than passing on the bytes of this process
-takes. docs/decisions/0019 has the measurement."""
+"""From this size on, X-Accel-Redirect takes less CPU than a response of this process that nginx
+passes on. docs/decisions/0019 has the measurement."""
 
 _ACCEL_PREFIX: Final = "/_blobs/"
 """Path of the blob directory in nginx, which clients cannot request (`internal`)."""
@@ -54,13 +54,13 @@ CONDITIONS: Final = ("if-none-match", "if-range", "range", HEADER_ACCEL, *_OTHER
 _SET_BY_NGINX: Final = frozenset(
     {"Content-Range", "Accept-Ranges", "Cache-Control", "Content-Disposition"}
 )
-"""nginx sets them itself, or would copy them to every response, even if the file is missing."""
+"""Headers that nginx sets itself. It would copy them from this process even to its own errors."""
 
 _CACHE_CONTROL: Final = {
     False: "private, max-age=31536000, immutable",
     True: "private, no-cache",
 }
-"""By whether an upload may replace the artifact. If none may, clients cache it for a year."""
+"""By whether an upload may replace the artifact. Clients cache an immutable one for a year."""
 
 
 _ACCEL_ONLY: Final = {HEADER_ACCEL}
@@ -74,7 +74,6 @@ class Representation:
     """A response that contains or describes an artifact.
 
     Attributes:
-        status: 200, 206, 304 or 307.
         headers: headers about the artifact; the transport adds those of the server.
         span: byte range that this process sends, end exclusive; None without a body.
         served: byte range that this process or nginx sends, end exclusive; None without a body.
@@ -100,7 +99,7 @@ class Representation:
 
 def absent(key: StoredKey) -> ServerError:
     """Return the 404 error for a missing artifact."""
-    namespace, *words = key  # not `key.key`: it refuses the placeholder of `fast`
+    namespace, *words = key  # not `key.key`: `fast.answers` passes a placeholder as fingerprint
     return ServerError(
         ErrorCode.NOT_FOUND, f"there is no artifact {'/'.join(words)} in namespace {namespace}"
     )
@@ -131,17 +130,8 @@ def representation_of(
     file: BlobReader | None,
     settings: Settings,
 ) -> Representation:
-    """Represent an artifact for a GET.
-
-    Args:
-        row: the artifact.
-        request: request headers.
-        policy: policy of the namespace.
-        file: open blob; None if its bytes are in memory.
-        settings: settings of the server.
-
-    Raises:
-        ServerError: 416 if no byte of the blob is in the requested range.
+    """Return the response to a GET. `request` has its headers; `file` is None for a blob in memory.
+    Raise ServerError (416) if no byte of the blob is in the requested range.
     """
     is_replaceable = may_replace(policy)
     size_bytes = row.digest.size_bytes
@@ -174,7 +164,7 @@ def representation_of(
 def description_of(
     row: Artifact, request: Mapping[str, str], policy: NamespacePolicy
 ) -> Representation:
-    """Represent an artifact for a HEAD: status and headers, without a body."""
+    """Return the response to a HEAD."""
     if lists_etag(request.get("if-none-match"), row.digest.etag):
         return _unchanged(row, is_replaceable=may_replace(policy))
     return _described(row, is_replaceable=may_replace(policy))
@@ -236,8 +226,7 @@ def _accelerated_path(
     sends the blob.
 
     nginx overwrites `HEADER_ACCEL`, so its clients cannot set it. A client that connects directly
-    and sets it gets the headers of a hit with an empty body, and the digest does not match. The
-    path reveals only the digest, which every hit contains.
+    and sets it only gets an empty body and a path that contains the digest.
     """
     if file is None or not file.is_relative_to(blob_dir):
         return None

@@ -48,15 +48,13 @@ class Readiness(NamedTuple):
     """The state of each part: `ok`, or a description of the problem.
 
     Attributes:
-        database: whether the database answers.
-        blob_store: whether the store writes and returns a blob.
         locks: whether transactions of any server wait in the database. The server stays ready,
             because other requests continue.
         clock: whether the servers may delete by age.
         unknown_blobs: whether the servers delete blobs without an artifact, as of the last
             comparison on this host.
-        store_limit: whether the servers evict for the store's limit. They do not if it is doubtful,
-            and refuse uploads if it is a hard limit.
+        store_limit: whether the servers evict for the store's limit. If the limit is doubtful
+            (`LimitDoubts`), they do not, and if there is a hard limit, they refuse uploads.
     """
 
     database: str
@@ -91,8 +89,8 @@ class HealthService:
         self.last: Readiness | None = None
 
     async def check(self) -> Readiness:
-        """Return the state of all parts, or a good state that is less than a second old. Concurrent
-        calls share one check, because each writes to the store and requires no permission.
+        """Return the state of all parts, or a good state that is less than a second old. Anyone may
+        call this, and a check writes to the store, so concurrent calls share one check.
         """
         age_seconds = asyncio.get_running_loop().time() - self._ready_at
         is_stale = age_seconds >= _FRESH_SECONDS or self.database.corruption is not None
@@ -119,8 +117,8 @@ class HealthService:
     async def _verdict(
         self, part: str, probe: Callable[[], Coroutine[Any, Any, str]], seconds: float
     ) -> str:
-        """Return the result of a probe. After a timeout, the probe runs on, because a hanging disk
-        would not let it end. Until it ends, its part fails without a further probe.
+        """Return the result of a probe. A probe that times out runs on, because nothing can stop a
+        call to a hanging disk. Until it ends, its part fails without another probe.
         """
         if part not in self._probing:
             probing = self._probing[part] = in_background(_result_of(part, probe()))
@@ -154,7 +152,6 @@ class HealthService:
         )
 
     async def _probe_store(self) -> str:
-        """Write, read and delete a blob."""
         probe = self.new_probe()
         digest = Digest.of(probe)
         try:
@@ -234,9 +231,8 @@ class StatisticsService:
 
 
 class StoreSpace(NamedTuple):
-    """Limits of the store, and bytes of its disk that uploads may take.
-
-    `free_bytes` is None for a bucket, or if the disk fails.
+    """Limits of the store, and bytes of its disk that uploads may take. None: a bucket, or the disk
+    fails.
     """
 
     budget: Budget

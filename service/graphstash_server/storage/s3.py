@@ -1,13 +1,12 @@
 """S3BlobStore: blobs as objects `<prefix>blobs/sha256/ab/<hex>` in one bucket.
 
-A bucket may execute a delete request long after the server has given up on it. The store therefore
-writes the blob again under a new name, `<hex>.<generation>`, which that request does not delete. It
-also writes the first name, `<hex>`, because servers of the previous release read only that name.
-All names of a blob hold the same bytes.
+A bucket may execute a delete request long after the server has given up on it. If the same blob is
+uploaded after such a request, the store also writes it as `<hex>.<generation>`, a name that the
+request does not delete. The previous release reads only the first name, `<hex>`.
 
-boto3 blocks, so every call runs in a thread. The store spools an upload to disk, checks it and then
-sends it, because a retry cannot rewind a network stream. If a server is killed during an upload in
-parts, a server that starts a day later aborts the upload.
+boto3 blocks, so every call runs in a thread. A retry cannot rewind a network stream, so the store
+spools an upload to disk before it sends it. If a server is killed during an upload in parts, a
+server that starts a day later aborts the upload.
 """
 
 import asyncio
@@ -51,9 +50,7 @@ ResponseT = TypeVar("ResponseT", bound=Mapping[str, Any])
 
 
 class ObjectReader:
-    """A `BlobReader` of an object. Reading on from the last position uses the open response; a jump
-    to another position sends a request.
-    """
+    """A `BlobReader` of an object. Sends a request only to jump to another position."""
 
     path: Path | None = None
 
@@ -64,13 +61,8 @@ class ObjectReader:
         get: "Callable[..., GetObjectOutputTypeDef]",
         bucket: Bucket,
     ) -> None:
-        """Take the response, and read its body if the object is small. Blocks.
-
-        `found` is the response to a GET of the whole object. `get` sends a GET with a `Range`.
-
-        Raises:
-            FAILURES: the response for a small object broke off.
-            ServerError: `unavailable`, if the response is not from an S3 server.
+        """Take the response to a GET of the whole object, and read it if it is small. Blocks. Raise
+        like `size_of`, or one of `FAILURES` if a small object breaks off.
         """
         self.size_bytes = size_of(found)
         self._body = found["Body"]
@@ -143,11 +135,8 @@ class ObjectReader:
 
 
 def size_of(found: Mapping[str, Any]) -> int:
-    """Return the object size in a response. Closes the response before it raises.
-
-    Raises:
-        ServerError: `unavailable`, if the response is not from an S3 server. A proxy's error page
-            must not look like a damaged blob.
+    """Return the object size in a response. Close the response before raising `unavailable`: an
+    error page of a proxy must not look like a damaged blob.
     """
     if "ETag" not in found or "ContentLength" not in found:
         if "Body" in found:
@@ -164,8 +153,8 @@ MULTIPART_BYTES: Final = 16 * 1024**2
 """Size from which a blob is uploaded in parts."""
 
 PART_BYTES: Final = 8 * 1024**2
-"""Size of a part. S3 accepts 10,000 parts, and the transfer manager enlarges them if needed. At
-most `UPLOAD_REQUESTS` parts are in memory, summed over all uploads."""
+"""Size of a part. S3 accepts 10,000 parts, so the transfer manager enlarges the parts of larger
+blobs. All uploads together hold at most `UPLOAD_REQUESTS` parts in memory."""
 
 LINK_SECONDS: Final = 900
 """Seconds for which a link is valid."""
@@ -178,12 +167,7 @@ class S3BlobStore(BlobStore):
     """A `BlobStore` in a bucket. Any number of servers may share the bucket."""
 
     def __init__(self, settings: Settings) -> None:
-        """Check that the bucket can be used. Blocks.
-
-        Raises:
-            OSError: the spool directory cannot be created.
-            StartError: the bucket cannot be used.
-        """
+        """Check the bucket. Blocks. Raises StartError, or OSError for the spool directory."""
         self._prefix = f"{settings.s3_prefix}blobs/sha256/"
         self._generations: dict[str, int] = {}
         self._redirect_bytes = settings.s3_redirect_bytes
@@ -209,7 +193,7 @@ class S3BlobStore(BlobStore):
         )
 
     async def put(self, digest: Digest, chunks: AsyncIterator[bytes]) -> None:
-        """Store the bytes durably, see `BlobStore.put`."""
+        """See `BlobStore.put`."""
         spool = Spool(digest, directory=self._spool_dir, space=self._space)
         try:
             await self._write(spool.open)
@@ -221,11 +205,11 @@ class S3BlobStore(BlobStore):
         await self._send(_Sending(spool, blob), digest)
 
     async def full(self, size_bytes: int) -> NoSpaceError | None:
-        """Return None: a bucket has no limit, and deleting objects does not free the spool."""
+        """Return None. A bucket has no limit, and deleting blobs does not help a full spool."""
         return None
 
     async def open(self, digest: Digest) -> BlobReader | None:
-        """Open a blob, see `BlobStore.open`. The thread that opens a small blob also reads it."""
+        """See `BlobStore.open`. The thread that opens a small blob also reads it."""
         opening = self._bucket.threads.submit(self._open, digest)
         with self._bucket.failures_named("get a blob"):
             try:
@@ -235,7 +219,7 @@ class S3BlobStore(BlobStore):
                 raise
 
     async def stat(self, digest: Digest, *, is_newest: bool = False) -> int | None:
-        """Return the object size, see `BlobStore.stat`."""
+        """See `BlobStore.stat`."""
         for key in self._keys(digest)[: 1 if is_newest else None]:
             stat = partial(self._stat, key, digest)
             size_bytes = await self._bucket.call("stat a blob", stat)
@@ -244,21 +228,21 @@ class S3BlobStore(BlobStore):
         return None
 
     async def delete(self, digest: Digest, *, generation: int = 0) -> None:
-        """Delete the objects, see `BlobStore.delete`."""
+        """See `BlobStore.delete`."""
         remove = partial(self._client.delete_object, Bucket=self._bucket.name)
         for each in range(generation + 1):
             request = partial(remove, Key=self._key(digest, each))
             await self._bucket.call("delete a blob", partial(self._bucket.unless_absent, request))
 
     def use_generation(self, digest: Digest, generation: int) -> bool:
-        """Switch to a new name, see `BlobStore.use_generation`."""
+        """See `BlobStore.use_generation`."""
         if generation <= self._generations.get(digest.sha256, 0):
             return False
         self._generations[digest.sha256] = generation
         return True
 
     async def link(self, digest: Digest) -> str | None:
-        """Return a presigned URL if the blob is large enough, see `BlobStore.link`."""
+        """See `BlobStore.link`. The URL is presigned."""
         if self._redirect_bytes is None or digest.size_bytes < self._redirect_bytes:
             return None
         # Signing does not block, but renewing the credentials beforehand may.
@@ -273,7 +257,7 @@ class S3BlobStore(BlobStore):
         )
 
     async def list(self, *, before: datetime | None = None) -> AsyncIterator[Digest]:
-        """List a page of a thousand objects at a time, see `BlobStore.list`."""
+        """See `BlobStore.list`. Each request lists a thousand objects."""
         pages = iter(
             self._client.get_paginator("list_objects_v2").paginate(
                 Bucket=self._bucket.name, Prefix=self._prefix
@@ -291,7 +275,7 @@ class S3BlobStore(BlobStore):
             yield last
 
     async def close(self) -> None:
-        """Wait for the threads. Make no further call."""
+        """Wait for the threads. The caller must not use the store afterwards."""
         await asyncio.to_thread(self._writers.shutdown)
         await asyncio.to_thread(self._transfers.shutdown)
         await asyncio.to_thread(self._bucket.close)
@@ -356,10 +340,9 @@ class S3BlobStore(BlobStore):
         return None
 
     def _stat(self, key: str, digest: Digest) -> int | None:
-        """Return the size of one object, or None if the object is absent. Blocks.
-
-        A HEAD response has no body, so a 404 from a gateway or for a missing bucket looks like a
-        lost blob. After a 404, a GET must confirm that the object itself is missing.
+        """Return the size of one object, or None if it is absent. Blocks. A HEAD response has no
+        body, so a 404 from a gateway or for a missing bucket looks like a lost blob. After a 404, a
+        GET must confirm that the object itself is missing.
         """
         head = partial(self._client.head_object, Bucket=self._bucket.name, Key=key)
         described = self._found(partial(self._bucket.unless_404, head), key, digest)
@@ -375,13 +358,11 @@ class S3BlobStore(BlobStore):
     def _found(
         self, send: Callable[[], ResponseT | None], key: str, digest: Digest
     ) -> ResponseT | None:
-        """Return the response to a GET or HEAD of a blob, which `send` sends. Blocks.
+        """Call `send`, which sends a GET or HEAD of a blob, and return its response. Blocks.
 
-        If the response reports another size than the digest, its headers may be damaged. The store
-        then sends the request again, and compares a listing, which has the size in its body.
-
-        Raises:
-            ServerError: 503, if the listing reports the size of the digest.
+        A size other than the digest's may be a damaged header. If a second response has it too, the
+        store lists the blob, because a listing has the size in its body. If that is the size of the
+        digest, only the headers are damaged, and the store raises `unavailable`.
         """
         found = send()
         if found is None or size_of(found) == digest.size_bytes:

@@ -35,8 +35,8 @@ __all__ = [
 
 
 class NearRequest(NamedTuple):
-    """Which artifacts may be near a missed one: of a namespace and a kind, described until a time.
-    `limit` restricts each query.
+    """Selects described artifacts that may be near a missed one. `until` is the latest time of the
+    description. `limit` applies to each query.
     """
 
     namespace: str
@@ -90,8 +90,8 @@ async def add_descriptions(
     *,
     now: datetime,
 ) -> int:
-    """Describe artifacts of a namespace that have no description. Return their number. Write rows
-    in key order, environments first, so that two calls cannot deadlock.
+    """Add descriptions of stored artifacts that have none. Return their number. Write rows in key
+    order, environments first, so that two calls cannot deadlock.
     """
     used = {digest_of_parts(each.environment): each.environment for each in new}
     for digest, parts in sorted(used.items()):
@@ -147,7 +147,7 @@ async def list_by_label(
 async def list_by_near_label(
     connection: AsyncConnection, near: NearRequest, label: str, *, prefix: str
 ) -> list[DescribedArtifact]:
-    """Return artifacts whose labels have a prefix, and come right before or after a label."""
+    """Return artifacts with the labels right before and after a label, if they have a prefix."""
     after = await _list(connection, _AFTER_LABEL, near, label)
     before = await _list(connection, _BEFORE_LABEL, near, label)
     return [each for each in after + before if each.label.startswith(prefix)]
@@ -172,10 +172,8 @@ async def _list(
 async def count_undescribed(
     connection: AsyncConnection, namespace: str, *, until: datetime, looked_at: int
 ) -> int:
-    """Count artifacts of a namespace, stored until a time, that have no description.
-
-    Looks at the `looked_at` oldest and the `looked_at` newest only: counting a million would take
-    too long.
+    """Count artifacts stored by the time `until` that have no description. To be fast, look only at
+    the `looked_at` oldest and the `looked_at` newest artifacts of the namespace.
     """
     age = artifacts.c.created_at
     ends = (

@@ -78,8 +78,8 @@ async def add_run(
     writer: str,
     now: datetime,
 ) -> None:
-    """Add an entry for each key that a run used, or count the run in the existing entry. If a
-    second writer uses an entry, the entry's `writer` becomes empty.
+    """Add an entry for each key that a run used, or count the run in the existing entry. The
+    `writer` of an entry becomes empty if a second writer uses it.
     """
     run = {"new_name": name, "new_used_at": now, "new_writer": writer}
     if connection.dialect.name == "postgresql":
@@ -132,7 +132,7 @@ async def count_entries(
 
 
 async def list_entries(source: Source, namespace: Namespace, name: ManifestName) -> list[EntryRow]:
-    """Return the entries of a manifest, most recently used first. Empty if it does not exist."""
+    """Return the entries of `KNOWN_KINDS` in a manifest, if any, most recently used first."""
     found = await _LIST.fetch(source, _parameters(namespace, name))
     return [EntryRow(*row) for row in found if row[0] in KNOWN_KINDS]
 
@@ -161,8 +161,8 @@ async def trim_entries(
 ) -> None:
     """Delete entries of a manifest, or of a namespace, until `keep` are left.
 
-    Each writer keeps an equal share of its most recently used entries. Entries of several writers
-    count as those of one more writer. So a writer with many entries cannot displace others.
+    Keep entries of all writers in turn, the most recently used first, so that a writer with many
+    entries cannot displace others. Entries used by several writers count as one more writer's.
     """
     if await count_entries(connection, namespace, name) <= keep:
         return

@@ -46,7 +46,7 @@ KNOWN_KINDS: Final = [kind.value for kind in ArtifactKind]
 """Kinds of this release. Artifacts of other kinds are left to servers of a later release."""
 
 KEY_COLUMNS: Final = ("namespace", "fingerprint", "kind", "device_type")
-"""In the order of every primary key."""
+"""Columns of every primary key, in order."""
 
 ARTIFACT_COLUMNS: Final = tuple(
     artifacts.c[name] for name in ("sha256", "size_bytes", *Artifact._fields[2:])
@@ -54,7 +54,7 @@ ARTIFACT_COLUMNS: Final = tuple(
 """The fields of `Artifact` after its key. The digest takes two columns."""
 
 KEYED_ARTIFACT_COLUMNS: Final = (*(artifacts.c[name] for name in KEY_COLUMNS), *ARTIFACT_COLUMNS)
-"""What `described_of` needs first in a row."""
+"""The first columns of a row for `described_of`."""
 
 
 def artifact_of(stored: Sequence[Any], key: StoredKey) -> Artifact:
@@ -64,8 +64,8 @@ def artifact_of(stored: Sequence[Any], key: StoredKey) -> Artifact:
 
 
 def described_of(found: Any) -> DescribedArtifact:
-    """Build an artifact from a row of `KEYED_ARTIFACT_COLUMNS`, and optionally `label`, `program`
-    and `environment`, the last two as JSON.
+    """Build an artifact from a row of `KEYED_ARTIFACT_COLUMNS` and, if it was selected, its
+    description: `label`, `program` (JSON) and `environment` (JSON).
     """
     stored = found[len(KEY_COLUMNS) : len(KEYED_ARTIFACT_COLUMNS)]
     described = found._mapping  # noqa: SLF001 - the public name of SQLAlchemy's rows
@@ -109,7 +109,7 @@ def same_key(one: FromClause, other: FromClause) -> ColumnElement[bool]:
 
 
 def are_keys(table: FromClause, dialect: str) -> ColumnElement[bool]:
-    """Match the rows of many keys, which `keys_parameters` passes, with the primary key's index."""
+    """Match the rows of the keys in `keys_parameters`. The condition can use the primary key."""
     name = table.c.fingerprint + " " + table.c.kind + " " + table.c.device_type
     return and_(
         table.c.namespace == bindparam("of_namespace"),
@@ -133,7 +133,7 @@ def new_values(table: Table, names: Iterable[str]) -> dict[str, BindParameter[An
 
 
 def prefixed(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Name parameters after columns. In VALUES and SET, SQLAlchemy reserves the bare names."""
+    """Prefix parameter names, because SQLAlchemy reserves column names in VALUES and SET."""
     return {f"{prefix}{name}": value for name, value in values.items()}
 
 
@@ -161,10 +161,8 @@ def in_parts(fingerprints: Sequence[str]) -> list[Sequence[str]]:
 
 
 def unindexed(column: ColumnElement[str]) -> ColumnElement[str]:
-    """Return a text column as an expression without an index.
-
-    Without statistics, SQLite prefers an index for `=` to the index for ORDER BY. If one namespace
-    has most rows, the statement would then sort them all.
+    """Return a text column as an expression without an index. Otherwise SQLite, without statistics,
+    prefers an index for `=` to the index for ORDER BY, and sorts all rows of a large namespace.
     """
     return column + ""
 
@@ -183,9 +181,7 @@ def insert_in(dialect: str, table: Table) -> Upsert:
 
 
 def upsert(connection: AsyncConnection, table: Table, values: Mapping[str, Any]) -> Upsert:
-    """Return the statement that inserts a row, or replaces these values in the row that has the
-    same primary key.
-    """
+    """Insert a row, or replace these values in the row with the same primary key."""
     statement = insert_into(connection, table).values(values)
     return statement.on_conflict_do_update(
         index_elements=list(table.primary_key),

@@ -37,18 +37,18 @@ __all__ = ["ManifestService", "PinService", "StoredEntry"]
 StoredEntry: TypeAlias = EntryRow
 
 _UNUSED = timedelta(days=90)
-"""Age at which an unused entry is deleted."""
+"""Time since its last use after which an entry is deleted."""
 
 _MAX_ENTRIES = 16 * MAX_MANIFEST_ENTRIES
-"""Maximum entries of one namespace: 16 of the largest manifests, or hundreds of usual ones."""
+"""Maximum entries of one namespace: 16 full manifests, or hundreds of usual ones."""
 
 
 @dataclass(kw_only=True, eq=False)
 class ManifestService:
     """Read and update manifests. Safe for concurrent calls.
 
-    Entries count against the byte limits. In a full manifest or namespace, each writer keeps an
-    equal share of its most recently used entries.
+    Entries count against the byte limits. A full manifest or namespace keeps entries of all writers
+    in turn, the most recently used first.
     """
 
     database: Database
@@ -68,14 +68,9 @@ class ManifestService:
         writer: str,
         actor: Actor,
     ) -> tuple[list[EntryRow], bool]:
-        """Add the keys that one run of `writer` used. A repeated key counts once. If the entries
-        need space, artifacts are evicted on behalf of `actor`.
-
-        Returns:
-            The entries of the manifest, and whether the manifest is new.
-
-        Raises:
-            NoSpaceError: the namespace or the store has no space for the new entries.
+        """Add the keys that one run of `writer` used. Return the entries of the manifest, and
+        whether it is new. If the entries need space, evict artifacts on behalf of `actor`, or raise
+        NoSpaceError.
         """
         unique = list(dict.fromkeys(keys))
         known = {entry.name for entry in await list_entries(self.database, namespace, name)}
@@ -91,7 +86,7 @@ class ManifestService:
                 return await steps.run(run, is_last=True)
 
     async def drop_unused(self) -> None:
-        """Delete the entries of all namespaces that no run has used for `_UNUSED`."""
+        """Delete every entry that no run has used for `_UNUSED`, in all namespaces."""
         before = self.clock.ago(_UNUSED)
         async with self.database.reading() as connection:
             namespaces = await list_unused(connection, before=before)
