@@ -1,8 +1,8 @@
 """HookSpec: the description of a hook for the rest of graphstash.
 
 A package declares one record per hook and registers it in the entry-point group `graphstash.hooks`,
-under the hook's name. Every process that may import a compiler reads the record: the module that
-declares it must be cheap to import, and must not import the compiler.
+under the hook's name. Every process that may import a compiler reads the record, so its module must
+be cheap to import, and must not import the compiler.
 """
 
 from collections.abc import Callable
@@ -23,9 +23,7 @@ class Hook(Protocol):
         """Remove the hook from its compiler, and finish or release what it started."""
 
     def after_fork(self, cache: "CompileCache") -> bool:
-        """Continue in a forked child with the child's cache. Return False if the hook does nothing
-        in the child.
-        """
+        """Continue in a forked child with its cache. Return False if the hook is inactive there."""
 
 
 class TestedVersions(NamedTuple):
@@ -33,10 +31,9 @@ class TestedVersions(NamedTuple):
 
     Attributes:
         distribution: name of the distribution in a package index.
-        oldest: first release. (2, 7) contains 2.7.1.
-        newest: last release. (2, 15) contains 2.15.3.
-        steps_aside_below: whether to refuse versions before `oldest`, instead of only warning.
-        steps_aside_above: whether to refuse versions after `newest`, instead of only warning.
+        oldest, newest: first and last release. (2, 7) contains 2.7.1.
+        steps_aside_below, steps_aside_above: whether to refuse older or newer versions, instead of
+            only warning.
     """
 
     distribution: str
@@ -72,9 +69,7 @@ class TestedVersions(NamedTuple):
 class Verdict(NamedTuple):
     """What `graphstash doctor` reports about a hook.
 
-    Attributes:
-        finding: one sentence without a full stop.
-        remedy: what to do. Empty if nothing is wrong.
+    `finding` is a sentence without a full stop. `remedy` is empty if nothing is wrong.
     """
 
     finding: str
@@ -93,16 +88,14 @@ class HookSpec(NamedTuple):
         modules: modules of the compiler. Importing any of them installs the hook.
         install: function that takes the `CompileCache` and returns a `Hook`, or None after a
             warning that gives the reason.
-        kinds: kinds of its artifacts.
         distributions: distributions that contain the compiler. The hook is needed if one of them is
             installed.
         runtimes: further distributions whose versions change what is compiled.
-        tested: supported versions. None if they cannot be read from an installed distribution.
+        tested: supported versions. None if no installed distribution has the compiler's version.
         requirement: argument of `pip install` that installs a supported version of the compiler.
         settings: settings that the hook reads, in lower case without the prefix `GRAPHSTASH_`.
-        diagnose: function that takes the `ClientConfig` and returns a `Verdict` or None. It must
-            not import the compiler. If it returns None, or if there is no function, `graphstash
-            doctor` compares the versions.
+        diagnose: function that takes the `ClientConfig` and returns a `Verdict` or None, and must
+            not import the compiler. Without a verdict, `graphstash doctor` compares the versions.
     """
 
     name: str

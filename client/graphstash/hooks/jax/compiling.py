@@ -1,9 +1,9 @@
 """Track the program that each thread compiles, and detect the end of the compilation.
 
 JAX passes only a key to its cache. The caller of the cache, `compile_or_get_cached` in
-`jax._src.compiler`, has the backend, decides whether to write the result, and sees a failed
-compilation (0.4.31 to 0.10.2: `backend`, `computation`, `devices`, `compile_options`,
-`host_callbacks`, ...). This module wraps that function, and no other module uses its arguments.
+`jax._src.compiler`, has the backend, decides whether to write the result, and handles a failed
+compilation. This module wraps that function, and no other module uses its arguments. In JAX 0.4.31
+to 0.10.2 they are `backend`, `computation`, `devices`, `compile_options`, `host_callbacks`, ...
 
 The module also wraps `_cache_write`. In a job of several processes, JAX lets only the first process
 write, but another process may compile for all of them.
@@ -54,23 +54,22 @@ class Program:
 
     Attributes:
         platform: `cpu`, `gpu`, `tpu`, ...
-        computation: The MLIR module, or None if the hook cannot watch the compilation.
-        options: XLA's compile options, or None if the hook cannot watch the compilation.
         devices: All devices of the backend.
         device: One of the devices on which the program will run.
+        computation: The MLIR module, or None if the hook cannot watch the compilation.
+        options: XLA's compile options, or None if the hook cannot watch the compilation.
         is_watched: Whether the hook detects the end of the compilation.
         is_compile_only: Whether this host can neither run nor load the program.
         is_alone: Whether the program runs only in this process, and JAX lets this process write.
         is_collective: Whether the program runs on devices of several processes, all of which
             compile it and can write the result.
         unshareable: Why the key cannot describe the program, or an empty string.
-        environment: Key part for earlier states of the variables. Empty if they have not changed.
+        environment: Key part for earlier states of the environment variables, if they changed.
         threads: Number of the CPU client's threads.
         is_small: Whether the program likely compiles fast and runs in one process.
         missed: JAX's keys that were looked up and not found.
         packed: Keys in `missed` whose result belongs in a pack.
         given: Artifact keys of the entries that JAX received, by JAX's key.
-        requests: Requests by JAX's key.
     """
 
     platform: str
@@ -129,9 +128,8 @@ class Compiling:
         self._patches.undo()
 
     def present(self) -> Program:
-        """Return the program that this thread compiles.
-
-        If the hook cannot watch this version of JAX, return a program for the default backend.
+        """Return the program that this thread compiles. If the hook cannot watch this version of
+        JAX, return a program for the default backend.
         """
         program: Program | None = getattr(self._local, "program", None)
         if program is not None:
@@ -155,7 +153,7 @@ class Compiling:
         return init_backend
 
     def _observe(self) -> dict[str, str]:
-        """Record the state of the environment, and return a part for the earlier states, if any."""
+        """Record the state of the environment. Return the key part for earlier states, if any."""
         with self._observing:
             self._environment.observe()
             self._threads = self._threads or threads_of_running_client()
@@ -183,7 +181,7 @@ class Compiling:
         return compile_or_get_cached
 
     def _wrap_serialize(self, serialize: Callable[..., bytes]) -> Callable[..., bytes]:
-        """Search the bytes that JAX hashes for unshareable calls; visiting operations is slower."""
+        """Search the serialized program for unshareable calls. Visiting operations is slower."""
 
         @functools.wraps(serialize)
         def serialize_ir(*arguments: Any, **named: Any) -> bytes:

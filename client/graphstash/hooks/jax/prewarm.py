@@ -2,11 +2,11 @@
 
 libtpu compiles without a chip: JAX can lower and compile a program for the devices of a topology,
 but not run it. JAX makes its usual key, so a job on a real slice finds the artifact if all
-components of the key are the same. To compare them, JAX logs a hash of each component.
+components of the key are the same. `Prewarmed.components` has JAX's hashes, for comparison.
 
-Two assumptions are not tested on a real TPU. If a slice does not describe its topology as
-`get_topology_desc` does, the job misses. If a slice cannot load the executable, JAX warns and
-compiles.
+Two assumptions are not tested on a real TPU: that a slice describes its topology as
+`get_topology_desc` does (else the job misses), and that it can load the executable (else JAX warns
+and compiles).
 """
 
 import logging
@@ -38,15 +38,13 @@ _COMPONENT: Final = re.compile(r"get_cache_key hash of serialized (.+): ([0-9a-f
 
 @dataclass(frozen=True, slots=True)
 class Prewarmed:
-    """Result of prewarming one program.
+    """Result of prewarming one program. All numbers are 0 if the server had the artifact.
 
     Attributes:
         key: Key under which jobs look the artifact up.
-        jax_key: JAX's key of the program.
         components: JAX's hash of each component of its key, by name.
         is_new: Whether `prewarm` compiled the program. False if the server had the artifact.
-        compile_seconds: Wall time of the compilation, or 0 if the server had the artifact.
-        raw_size_bytes: Size of the uncompressed entry, or 0 if the server had the artifact.
+        raw_size_bytes: Size of the uncompressed entry.
         size_bytes: Bytes sent to the server.
     """
 
@@ -62,20 +60,16 @@ class Prewarmed:
 def prewarm(target: str, *, topology: str, platform: str, config: ClientConfig) -> Prewarmed:
     """Compile and publish the program of `target`, unless the server has the artifact.
 
-    Args:
-        target: `module:function` or `script.py:function`. The function receives the topology's
-            devices. It returns `(jitted function, arguments)` or `(jitted function, arguments,
-            keyword arguments)` with abstract arguments (`jax.ShapeDtypeStruct` with shardings).
-        topology: Name in `jax.experimental.topologies`, e.g. `v5e:2x2`.
-        platform: Name of the platform, e.g. `tpu`.
-        config: Settings with the server and the namespace.
+    `target` is `module:function` or `script.py:function`. The function receives the devices of
+    `topology`, a name in `jax.experimental.topologies` such as `v5e:2x2`. It returns `(jitted
+    function, arguments)` or `(jitted function, arguments, keyword arguments)` with abstract
+    arguments (`jax.ShapeDtypeStruct` with shardings).
 
     Raises:
         ConfigError: The target or the topology is invalid, the settings are read-only, or this
             version of JAX is not supported.
         CacheError: The server does not answer, or refuses the artifact. If the upload failed, the
             local tier keeps the artifact, unless the server has other bytes or withholds the key.
-        Exception: Any exception of the target or the compiler.
     """
     if config.read_only:
         raise ConfigError("GRAPHSTASH_READ_ONLY is set: nothing could be published")
@@ -101,7 +95,7 @@ def prewarm(target: str, *, topology: str, platform: str, config: ClientConfig) 
 
 
 class _AlreadyStoredError(Exception):
-    """Ends JAX's compilation before it starts, because the server has the artifact."""
+    """Raised in JAX's look-up, before JAX compiles, because the server has the artifact."""
 
     def __init__(self, stored: Prewarmed) -> None:
         self.stored = stored
@@ -110,13 +104,8 @@ class _AlreadyStoredError(Exception):
 
 @dataclass
 class _Publisher:
-    """Publishes programs for the topology, and ignores JAX's other programs.
-
-    Attributes:
-        stash: Destination of the artifact.
-        platform: Platform of the topology.
-        components: JAX's hashes of the components of the last key that JAX made.
-        started: Monotonic time at which the compilation began.
+    """Publishes programs for the topology, and ignores JAX's other programs. `components` has JAX's
+    hashes of the components of its last key. The compilation began at the monotonic time `started`.
     """
 
     stash: Stash

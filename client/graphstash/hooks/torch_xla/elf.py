@@ -2,7 +2,8 @@
 
 The module reads the library's ELF tables in memory, like the dynamic loader. `dlinfo` returns the
 addresses of the library and of its dynamic section. The dynamic section contains the addresses of
-the symbol table, its strings and the relocations of the procedure linkage table (PLT).
+the symbol table, its strings and the relocations of the procedure linkage table (PLT). If a library
+or the kernel does not allow a call, the functions raise `GateUnavailable`.
 
 Layouts: "System V ABI, AMD64 supplement", chapters 4 and 5. GNU hash table:
 https://sourceware.org/legacy-ml/binutils/2006-10/msg00377.html.
@@ -54,7 +55,7 @@ _R_X86_64_JUMP_SLOT: Final = 7
 
 
 class GateUnavailable(RuntimeError):  # noqa: N818 - it names a state, as `queue.Empty` does
-    """A library's calls cannot be intercepted in this process; the message gives the reason."""
+    """A library's calls cannot be intercepted in this process."""
 
 
 class _LinkMap(ctypes.Structure):
@@ -64,21 +65,13 @@ class _LinkMap(ctypes.Structure):
 
 
 def require_x86_64_linux() -> None:
-    """Check that this process can run machine code for 64-bit x86 Linux.
-
-    Raises:
-        GateUnavailable: The process runs on another platform, or is a 32-bit process.
-    """
+    """Raise GateUnavailable unless this is a 64-bit process on x86-64 Linux."""
     if sys.platform != "linux" or platform.machine() != "x86_64" or sys.maxsize <= 2**32:
         raise GateUnavailable("it needs machine code for 64-bit x86 Linux")
 
 
 def find_slot(library: Path, symbol: str) -> int:
-    """Return the address of the jump slot through which `library` calls the imported `symbol`.
-
-    Raises:
-        GateUnavailable: The library is not loaded, or has no jump slot for the symbol.
-    """
+    """Return the address of the jump slot through which `library` calls the imported `symbol`."""
     link_map = _link_map(library)
     dynamic = _dynamic_section(link_map)
     try:
@@ -101,11 +94,7 @@ def find_slot(library: Path, symbol: str) -> int:
 
 
 def find_own_slots(library: Path, symbols: Iterable[str]) -> dict[str, list[int]]:
-    """Return the addresses of the jump slots through which `library` calls its own functions.
-
-    Raises:
-        GateUnavailable: The library is not loaded, lacks a function, or calls it without a slot.
-    """
+    """Return the addresses of the jump slots through which `library` calls its own functions."""
     link_map = _link_map(library)
     loaded = ctypes.CDLL(str(library), mode=os.RTLD_NOW | os.RTLD_NOLOAD)
     slots: dict[str, list[int]] = {}
@@ -146,13 +135,7 @@ def find_own_slots(library: Path, symbols: Iterable[str]) -> dict[str, list[int]
 
 
 def libc_function(symbol: str, version: str) -> int:
-    """Return the address of a glibc function.
-
-    Finds also old versions of a symbol, which glibc hides from newly linked code.
-
-    Raises:
-        GateUnavailable: The C library is not glibc, or has no such function.
-    """
+    """Return the address of a glibc function, also of an old version hidden from new code."""
     try:
         libc = ctypes.CDLL("libc.so.6", mode=os.RTLD_NOW | os.RTLD_NOLOAD)
         call = ctypes.CDLL(None).dlvsym
@@ -167,11 +150,7 @@ def libc_function(symbol: str, version: str) -> int:
 
 
 def map_pages(count: int) -> int:
-    """Return the address of `count` new zeroed, writable pages, which are never unmapped.
-
-    Raises:
-        GateUnavailable: The kernel refuses the mapping.
-    """
+    """Return the address of `count` new zeroed, writable pages, which are never unmapped."""
     call = ctypes.CDLL(None, use_errno=True).mmap
     call.restype = ctypes.c_void_p
     call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
@@ -183,11 +162,7 @@ def map_pages(count: int) -> int:
 
 
 def protect(address: int, protection: int) -> None:
-    """Set the protection of the page that contains `address`.
-
-    Raises:
-        GateUnavailable: The kernel refuses. Hardened kernels refuse to make a page executable.
-    """
+    """Set the protection of the page at `address`. Hardened kernels allow no executable page."""
     call = ctypes.CDLL(None, use_errno=True).mprotect
     call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     if call(address & -PAGE, PAGE, protection):
@@ -195,17 +170,13 @@ def protect(address: int, protection: int) -> None:
 
 
 def read_pointer(address: int) -> int:
-    """Return the eight bytes at `address` as an unsigned integer."""
+    """Return the pointer that is stored at `address`."""
     return ctypes.c_uint64.from_address(address).value
 
 
 def replace_pointers(values: Mapping[int, int]) -> None:
-    """Store each value at its aligned address, with one write per value.
-
-    Makes a read-only page writable during the write.
-
-    Raises:
-        GateUnavailable: A page is not mapped, or the kernel refuses to make it writable.
+    """Store each value at its aligned address, with one write per value. Make a read-only page
+    writable during the write.
     """
     for address, before in _protections(values).items():
         if not before & mmap.PROT_WRITE:

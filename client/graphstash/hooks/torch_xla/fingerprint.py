@@ -5,11 +5,11 @@ tokens of two environment variables and the serialized topology. Measurements on
 inputs change the program but not the name: the matmul precision, `XLA_STABLEHLO_COMPILE`, the
 parameter-wrapping threshold, a flag file, the libtpu version, the build of the library, and
 attributes of some operations (see `omitted`). The fingerprint contains all of these. It also
-contains the number of threads in XLA's pools on a CPU, and its features, because torch_xla loads
-machine code without checking the CPU.
+contains the features of the CPU, because torch_xla loads machine code without checking them, and
+on a CPU the number of threads in XLA's pools.
 
-This code runs in the middle of a training step. Therefore it neither computes on a device nor
-creates a tensor.
+This code runs in the middle of a training step, so it computes nothing on a device and creates no
+tensor.
 """
 
 import ctypes
@@ -52,9 +52,9 @@ _PRECISIONS: Final = ("default", "high", "highest")
 class Fingerprints:
     """Maps torch_xla's name of a graph to the key of its artifact.
 
-    The constant parts are read once, at first use. The environment is recorded repeatedly:
-    torch_xla reads some variables when its runtime starts. It reads others, such as
-    `XLA_RNG_BIT_GENERATOR`, right after the look-up of the first graph that needs them.
+    The constant parts are read once. The environment is recorded repeatedly: torch_xla reads some
+    variables when its runtime starts, and others, such as `XLA_RNG_BIT_GENERATOR`, right after the
+    look-up of the first graph that needs them.
 
     Raises:
         GateUnavailable: the calls that create operations cannot be intercepted in this process.
@@ -71,7 +71,7 @@ class Fingerprints:
         self._precision = ctypes.c_int.in_dll(ctypes.CDLL(torch_xla._XLAC.__file__), _PRECISION)
 
     def observe_environment(self) -> None:
-        """Record the environment variables. Call it before each change of one and at look-ups."""
+        """Record the environment variables. Call it before each change of one, and at look-ups."""
         has_started = torch_xla._XLAC._xla_runtime_is_initialized()
         self._environment.observe(has_started=has_started)
 
@@ -89,7 +89,6 @@ class Fingerprints:
         )
 
     def _precision_name(self) -> str:
-        """Return the matmul precision as `set_mat_mul_precision` takes it."""
         value = self._precision.value
         return _PRECISIONS[value] if 0 <= value < len(_PRECISIONS) else str(value)
 
@@ -104,7 +103,7 @@ class Fingerprints:
         )
 
     def parts(self, name: str) -> dict[str, str]:
-        """Return the parts of the fingerprint of the graph `name`."""
+        """Return the parts of a graph's fingerprint."""
         if self._process_parts is None:
             self._process_parts = _process_parts()
         self.observe_environment()

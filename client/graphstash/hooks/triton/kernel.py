@@ -1,9 +1,9 @@
 r"""The files of one complete Triton kernel, and their form in an artifact.
 
-Triton writes `<name>.<stage>` for every stage of its compiler, `<name>.json` with metadata, and
-last `__grp__<name>.json`, which lists these files. Triton does not check the files: a truncated
-`<name>.json` ends the job with an exception, and Triton loads a truncated cubin. So one artifact
-holds all files, and they are checked before the upload and after the download:
+Triton writes a file `<name>.<stage>` for every stage of its compiler, then `<name>.json` with
+metadata, and finally `__grp__<name>.json`, which lists these files. Triton does not check the
+files: it raises for a truncated `<name>.json`, and loads a truncated cubin. So one artifact holds
+all files, and they are checked before the upload and after the download:
 
     "graphstash-triton\1"  u32(number of files)
     then for every file, sorted by name:  u16(len(name)) u64(len(content)) name content
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 GROUP_PREFIX: Final = "__grp__"
-"""Prefix of the file that lists the files of a kernel, which Triton calls a group."""
+"""Prefix of the file that lists a kernel's files. Triton calls these files a group."""
 
 _BINARY: Final = {"cuda": "cubin", "hip": "hsaco"}
 """The stage that Triton loads, by backend. Kernels of other backends are not shared: code for CPUs
@@ -54,11 +54,11 @@ _MAX_NAME_BYTES: Final = 255  # NAME_MAX of <linux/limits.h>
 
 
 class KernelError(ValueError):
-    """The files are incomplete or must not be shared. The message gives the reason."""
+    """The files are incomplete or must not be shared."""
 
 
 class ArchiveError(KernelError):
-    """The bytes are no valid archive, or the files fit into none. The message gives the reason."""
+    """The bytes are not a valid archive, or an archive cannot hold the files."""
 
 
 def group_file(children: Iterable[str]) -> bytes:
@@ -67,25 +67,19 @@ def group_file(children: Iterable[str]) -> bytes:
 
 
 def pack_kernel(group: str, children: Mapping[str, bytes], *, key: str) -> bytes:
-    """Return the payload of an artifact.
+    """Return the payload of an artifact, or raise KernelError.
 
     Args:
         group: the name of the group, `<name>.json`.
         children: contents of its files, by name.
         key: Triton's key of the kernel, which is the name of its directory.
-
-    Raises:
-        KernelError: the files are incomplete or must not be shared.
     """
     _check(group, children, key=key)
     return pack({**children, GROUP_PREFIX + group: group_file(children)})
 
 
 def unpack_kernel(group: str, payload: bytes, *, key: str) -> dict[str, bytes]:
-    """Return the contents of a kernel's files by name, from the payload of its artifact.
-
-    Takes the arguments of `pack_kernel` and raises the same errors.
-    """
+    """Return the `children` that `pack_kernel` packed into a payload, or raise KernelError."""
     children = unpack(payload)
     listed = children.pop(GROUP_PREFIX + group, None)
     if listed is None or listed != group_file(children):
@@ -154,14 +148,7 @@ def _is_key(hexadecimal: object, key: str) -> bool:
 
 
 def pack(files: Mapping[str, bytes]) -> bytes:
-    """Return an archive.
-
-    Args:
-        files: contents by file name; 1 to `MAX_FILES`.
-
-    Raises:
-        ArchiveError: a name is not a plain file name, or the number of files is out of range.
-    """
+    """Return an archive of 1 to `MAX_FILES` files by plain name. Raise ArchiveError for others."""
     if not 1 <= len(files) <= MAX_FILES:
         raise ArchiveError(f"{len(files)} files; expected 1 to {MAX_FILES}")
     encoded = sorted((_encoded(name), content) for name, content in files.items())
@@ -172,11 +159,7 @@ def pack(files: Mapping[str, bytes]) -> bytes:
 
 
 def unpack(archive: bytes) -> dict[str, bytes]:
-    """Return the files of an archive by name.
-
-    Raises:
-        ArchiveError: `pack` does not return these bytes for any files.
-    """
+    """Return the files of an archive by name. Raise ArchiveError unless `pack` made the archive."""
     read = _Reader(archive)
     if read.take(len(_MAGIC)) != _MAGIC:
         raise ArchiveError("not an archive of Triton files")
@@ -232,7 +215,7 @@ def _decoded(name: bytes) -> str:
 
 
 def _check_name(name: bytes) -> None:
-    """Refuse names that would lead out of the directory into which the files are written."""
+    """Refuse names that could lead out of the directory into which the files are written."""
     if not 1 <= len(name) <= _MAX_NAME_BYTES:
         raise ArchiveError(f"a name of {len(name)} bytes")
     if name in {b".", b".."} or any(byte < 0x20 or byte in b"/\\\x7f" for byte in name):
