@@ -48,11 +48,8 @@ __all__ = ["LAMB", "Adam", "AdamW", "adam_formula", "fused_adam"]
 
 
 class Moments:
-    """The running means after this gradient, and the corrections of their bias towards zero.
-
-    Attributes:
-        mean, square: One tensor per parameter.
-        correction1, correction2: [], 1 - beta^t.
+    """The running means after this gradient, one tensor each per parameter, and the corrections of
+    their bias towards zero, 1 - beta^t, of shape [].
     """
 
     def __init__(self, old: Split, gradients: list[Tensor], step: Tensor) -> None:
@@ -68,8 +65,8 @@ class Moments:
                 torch._foreach_mul(torch._foreach_mul(gradients, gradients), rest2),
             )
         )
-        # 1 - beta^t in float32 loses half of its digits in early steps. On a bad first step, t and
-        # the corrections are 0; the quotients are then not used.
+        # 1 - beta^t in float32 loses half of its digits in early steps, unlike expm1. If the first
+        # step is bad (found_inf), t and the corrections are 0, and `selecting` drops the quotients.
         self.correction1 = -torch.expm1(step * log1)
         self.correction2 = -torch.expm1(step * log2)
 
@@ -124,7 +121,7 @@ class Adam(SyncFreeOptimizer):
         params: parameters or groups of them, as for torch.optim.
         lr: learning rate, >= 0.
         betas: decay of the running means of the gradient and of its square, in [0, 1).
-        eps: added to the denominator, >= 0; part of the graph.
+        eps: added to the denominator, >= 0; a constant of the graph.
         weight_decay: L2 penalty, >= 0.
         amsgrad: divide by the largest mean square so far.
         maximize: maximize the loss instead of minimizing it.
@@ -209,7 +206,7 @@ def _lamb(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], lis
 
 
 def _trust(p_norm: Tensor, r_norm: Tensor) -> Tensor:
-    """Return the ratio, or 1 if a norm is 0 or not finite, lest infinity reach other elements."""
+    """Return the ratio, or 1 if a norm is 0 or not finite, which would spoil all elements of p."""
     is_ratio = (p_norm > 0) & (r_norm > 0) & p_norm.isfinite() & r_norm.isfinite()
     return torch.where(is_ratio, p_norm / r_norm, 1.0)
 
@@ -230,7 +227,7 @@ class LAMB(SyncFreeOptimizer):
             own group with weight_decay 0.
         lr: learning rate, >= 0.
         betas: decay of the running means of the gradient and of its square, in [0, 1).
-        eps: added to the denominator, >= 0; part of the graph.
+        eps: added to the denominator, >= 0; a constant of the graph.
         weight_decay: factor of the parameter in the direction of the step, >= 0.
         maximize: maximize the loss instead of minimizing it.
         options: see `TorchOptions`; there is no fused kernel.

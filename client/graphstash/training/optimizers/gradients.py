@@ -2,7 +2,7 @@
 
 `LossScale` keeps small half-precision gradients from vanishing: a scaled loss gives scaled
 gradients. If a gradient overflows, the step is skipped and the scale shrinks. After enough good
-steps in a row, it grows. The device makes all decisions:
+steps in a row, the scale grows. The device decides:
 
     found_inf   1 if any gradient is infinite or NaN
     scale       <- scale * backoff_factor                          if found_inf
@@ -14,7 +14,7 @@ with the rule and the names of `torch.amp.GradScaler`. GradScaler reads found_in
 each step, unless the optimizer takes found_inf.
 
 Clipping uses torch's `clip_grad_norm_` and torch's clamp kernels, which do not read the device
-either. On torch_xla, one traced operation does the same computation.
+either, and on torch_xla a traced operation that computes the same.
 """
 
 import math
@@ -38,14 +38,11 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
     """Scale all gradients by the same factor, so that their global 2-norm is at most `max_norm`.
 
     With a loss scale, call it after `unscale_`. If a gradient is infinite or NaN, the norm is too,
-    and the gradients become 0 or NaN. A loss scale skips such a step.
-
-    Args:
-        parameters: Parameters; those without a gradient are skipped.
-        max_norm: > 0; on torch_xla a constant of the graph.
+    and the gradients become 0 or NaN. A loss scale skips such a step. On torch_xla, `max_norm` is a
+    constant of the graph.
 
     Returns:
-        Norm before clipping, [], on the device. Without gradients: 0, on the host.
+        Norm before clipping, of shape [], on the device. Without gradients: 0, on the host.
 
     Raises:
         ValueError: max_norm is not above 0, or FullyShardedDataParallel holds the parameters.
@@ -73,12 +70,7 @@ def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], max_norm: float) -> T
 def clip_grad_value_(parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
     """Limit every element of every gradient to [-clip_value, clip_value]; NaN stays NaN.
 
-    Args:
-        parameters: Parameters; those without a gradient are skipped.
-        clip_value: > 0; on torch_xla a constant of the graph.
-
-    Raises:
-        ValueError: clip_value is not above 0.
+    `clip_value` must be above 0. On torch_xla, it is a constant of the graph.
     """
     if not clip_value > 0:
         raise ValueError(f"clip_value must be above 0 (got {clip_value})")
@@ -123,7 +115,7 @@ class LossScale:
         growth_factor: Factor when the scale grows, > 1.
         backoff_factor: Factor when the scale shrinks, in (0, 1).
         growth_interval: Good steps in a row before the scale grows, >= 1.
-        enabled: Whether to scale. If False, every step is made, as without a loss scale.
+        enabled: If False, scale nothing and skip no step.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -168,11 +160,7 @@ class LossScale:
 
     @property
     def value(self) -> Tensor:
-        """The scale, [], float32, on the device.
-
-        Raises:
-            RuntimeError: the scale is not on a device yet.
-        """
+        """The scale, [], float32, on the device. Raises RuntimeError before it is on a device."""
         if self._scale is None:
             raise RuntimeError(
                 "the loss scale is on no device yet; call scale(loss) or to(device) first"
@@ -188,9 +176,6 @@ class LossScale:
 
         For a list or tuple, which may be nested, return a list or tuple of scaled losses. For other
         iterables, return an iterator.
-
-        Raises:
-            TypeError: the argument is neither a tensor nor an iterable of tensors.
         """
         if not self._is_enabled:
             return loss
@@ -205,17 +190,9 @@ class LossScale:
         return wide * self.value
 
     def unscale_(self, optimizer: Optimizer) -> Tensor:
-        """Divide the optimizer's gradients by the scale.
+        """Divide the optimizer's gradients by the scale. Return found_inf and raise as `step` does.
 
-        Returns:
-            found_inf: [], float32, on the device: 1 if a gradient is infinite or NaN, else 0. A
-                disabled loss scale returns 0 on the host.
-
-        Raises:
-            RuntimeError: the gradients were already unscaled since the last update, there are
-                none, or the scale is not on a device yet.
-            ValueError: gradients are float16, in which they would vanish when unscaled; or
-                FullyShardedDataParallel holds the parameters.
+        Gradients must not be float16, in which they would vanish.
         """
         if not self._is_enabled:
             return torch.zeros((), dtype=torch.float32)
@@ -240,8 +217,8 @@ class LossScale:
             optimizer: An optimizer of this package, or another whose `step` takes `found_inf`.
 
         Returns:
-            found_inf: [], float32, on the device: 1 if the step was skipped, else 0. A disabled
-                loss scale returns 0 on the host.
+            found_inf: [], float32, on the device: 1 if a gradient is infinite or NaN, else 0. A
+                disabled loss scale returns 0 on the host.
 
         Raises:
             RuntimeError: the optimizer was stepped since the last update, it has no gradients, or
@@ -269,10 +246,9 @@ class LossScale:
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adjust the scale after every optimizer has stepped.
 
-        Args:
-            new_scale: Next scale, > 0 and finite, instead of the rule's. The count of good steps
-                continues. A tensor has one element, whose value is not checked. The host reads it
-                only if it is on another device than the scale.
+        `new_scale` is the next scale instead of the rule's, > 0 and finite. The count of good steps
+        continues. A tensor must have one element, whose value is not checked. The host reads it
+        only if it is on another device than the scale.
 
         Raises:
             RuntimeError: nothing was unscaled since the last update, and there is no new scale; or
@@ -348,10 +324,8 @@ class LossScale:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state dictionary of this class or of `torch.amp.GradScaler`.
-
-        Raises:
-            RuntimeError: the state is of a disabled loss scale.
+        """Load a state dictionary of this class or of `torch.amp.GradScaler`. Raise RuntimeError
+        for the state of a disabled loss scale.
         """
         if not self._is_enabled:
             return

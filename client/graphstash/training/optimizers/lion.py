@@ -76,4 +76,4 @@ class Lion(SyncFreeOptimizer):
 
     def _uses_step(self, group: Group) -> bool:
         del group
-        return False  # other implementations of Lion save no step
+        return False  # state dicts of other Lion implementations contain no step

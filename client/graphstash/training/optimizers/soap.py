@@ -68,7 +68,7 @@ def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], 
 
 
 def _basis(snapshot: Snapshot) -> Roots:
-    """Return bases of eigenvectors, or improve the old bases by one power iteration."""
+    """Return bases of eigenvectors at first, then the old bases after one power iteration."""
     factors = snapshot.factors
     (matrices,) = factors.matrices(snapshot.statistics)
     (old,) = factors.matrices(snapshot.roots)
@@ -88,7 +88,7 @@ def _basis(snapshot: Snapshot) -> Roots:
 
 
 def _sorted(tensor: Tensor, factors: Factors, order: Tensor) -> Tensor:
-    """Reorder a tensor turned by old bases to the directions of the new bases."""
+    """Permute a turned tensor as `_basis` has permuted the columns of the old bases."""
     result = tensor.reshape(factors.shape)
     orders = torch.split(order, [factors.shape[dimension] for dimension in factors.dimensions])
     for dimension, positions in zip(factors.dimensions, orders, strict=True):
@@ -109,8 +109,8 @@ class SOAP(RootsOptimizer):
         weight_decay: decoupled weight decay, >= 0.
         shampoo_beta: decay of the statistics, in [0, 1); None: betas[1].
         precondition_frequency: calls of `step` between two computations of bases, 1 or more.
-        delay: calls until bases are used, 0 to precondition_frequency; 0: wait for them. 1 gives
-            the same bits as 0.
+        delay: calls until bases are used, 0 to precondition_frequency. 0 waits for them; 1 gives
+            the same bits.
         deterministic: do not use bases before `delay` calls, so that equal runs give equal bits.
             Always true with a delay of 0 or 1, or with several processes.
         max_preconditioner_dim: larger dimensions are not turned.

@@ -36,10 +36,7 @@ class DeviceState(Protocol):
         ...
 
     def refresh(self) -> None:
-        """Upload what the host has changed, such as a new learning rate.
-
-        Called before every step. The tensors must stay the same objects.
-        """
+        """Upload what the host has changed. Called before every step. Keep the tensor objects."""
         ...
 
 
@@ -118,9 +115,8 @@ class State:
         )
 
     def hooks(self) -> Hashable:
-        """Return which hooks are registered: on all modules, modules, parameters and optimizers.
-
-        A graph without Python calls none of them: it contains what those of its capture have done.
+        """Return which hooks are registered: global ones, and those of modules, parameters and
+        optimizers. A graph calls no hook, but repeats what the hooks did at its capture.
         """
         return (
             *map(tuple, _HOOKS_ON_ALL),
@@ -140,9 +136,8 @@ class State:
     def unguarded(self) -> Hashable:
         """Return the state that `torch.compile` reads and does not compare at the next call.
 
-        It consists of hooks on all modules, of the modules that have hooks at all, and of the
-        parameters that have several names: torch 2.7 and 2.15 use the graph of tied weights for a
-        model without them.
+        It consists of the global hooks, of which modules have hooks, and of which parameters are
+        tied: torch 2.7 and 2.15 use the graph of tied weights for a model without them.
         """
         ids = [id(p) for m in self._modules for p in m._parameters.values() if p is not None]
         first: dict[int, int] = {}
@@ -152,7 +147,7 @@ class State:
         return (*map(tuple, _HOOKS_ON_ALL), tuple(hooked), tuple(tied))
 
     def _hooks_of_modules(self) -> list[tuple[tuple[int, int], dict[int, Any]]]:
-        """Return the tables of hooks that have one, with the numbers of module and kind."""
+        """Return each table with at least one hook, with the numbers of its module and kind."""
         hooked = [
             (number, module)
             for number, module in enumerate(self._modules)
@@ -169,10 +164,8 @@ class State:
         ]
 
     def values(self) -> Hashable:
-        """Return the host's state that a graph may contain as constants.
-
-        It consists of the options of optimizers that do not upload them, which a schedule changes,
-        and of the identity of each optimizer's state, which `load_state_dict` replaces.
+        """Return the host's state that a graph may contain as constants: the identity of each
+        optimizer's state, which `load_state_dict` replaces, and options that are not uploaded.
         """
         return (
             tuple([id(optimizer.state) for optimizer in self.optimizers]),
@@ -254,11 +247,10 @@ class TracedStep(ABC, Generic[R]):
 
     @abstractmethod
     def retrace(self) -> None:
-        """Discard the graphs, so that the next steps run the function again.
+        """Discard the graphs, so that the next steps run the function again. Retry a refused step.
 
         Call it after changes that a traced step does not detect: of a Python value that the
         function uses, of a tensor outside of `state` and the batch, or after replacing a parameter.
-        It also retries a refused step.
         """
 
     def _restart(self) -> None:
@@ -283,16 +275,12 @@ class TracedStep(ABC, Generic[R]):
 
 
 class UnsupportedBatchError(Exception):
-    """A part of the batch is neither a tensor nor a constant. The message names its type."""
+    """A part of the batch is neither a tensor nor a constant."""
 
 
 def flatten_batch(batch: Sequence[Any]) -> tuple[list[Tensor], Hashable]:
-    """Split a batch into tensors and layout.
-
-    Returns:
-        The tensors, and everything else that a graph depends on: their shapes, dtypes and devices,
-            whether they need gradients, which of them are the same object, all other values, and
-            the nesting.
+    """Split a batch into its tensors and everything else that a graph depends on: their shapes,
+    dtypes and devices, which need gradients, which are the same object, all constants, and nesting.
 
     Raises:
         UnsupportedBatchError: an element is neither a tensor, nor a Python constant, nor a tuple,

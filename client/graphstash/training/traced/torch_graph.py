@@ -1,8 +1,8 @@
 """TorchStep and CudaGraphStep: the traced step on plain torch.
 
 On a CPU, `torch.compile` compiles forward, backward and optimizer to one program each. It guards
-the Python values that the function uses. Steps run uncompiled only if the compiler is missing or
-fails.
+the Python values that the function uses. Steps run uncompiled if the compiler fails, after a change
+that it does not guard (`State.unguarded`), and before the optimizers have state.
 
 On CUDA, the whole step is captured as one CUDA graph
 (https://pytorch.org/docs/2.7/notes/cuda.html#whole-network-capture). A captured graph runs no
@@ -36,11 +36,8 @@ __all__ = ["CudaGraphStep", "TorchStep"]
 
 
 class Snapshot:
-    """A copy of state, gradients and the CPU's random state, to undo a failed attempt.
-
-    Args:
-        state: State of the step.
-        values: Whether to copy the tensors' values. A CUDA graph capture does not change them.
+    """A copy of state, gradients and the CPU's random state, to undo a failed attempt. With
+    `values=False`, it has no values of tensors, which a CUDA graph capture does not change.
 
     Raises:
         FusionError: `fuse` has moved the updates out of the optimizer.
@@ -78,11 +75,11 @@ _WARM_UP: Final = 3
 """Ordinary steps before a capture, as torch recommends."""
 
 _WARM_UP_OF_DDP: Final = 11
-"""Under DDP, torch's page requires 11 steps, in which DDP rebuilds and times its buckets."""
+"""The same under torch.distributed, because torch's page requires 11 steps for DDP."""
 
 
 _unguarded: WeakKeyDictionary[object, Hashable] = WeakKeyDictionary()
-"""`State.unguarded` of the step that first compiled some code. torch keeps programs by code."""
+"""By code object, for which torch keeps programs: `State.unguarded` when it was first compiled."""
 
 _CHANGED: Final = (
     "torch.compile does not notice that a module has got its first hook or lost its last one, or "
@@ -96,7 +93,7 @@ def _discard_programs() -> None:
 
 
 class TorchStep(TracedStep[R]):
-    """Compiles the function. If that fails, restores the state, and runs all steps uncompiled."""
+    """Compiles the function. If that fails, restores the state and runs all steps uncompiled."""
 
     def __init__(self, function: Callable[..., R], state: State) -> None:
         super().__init__(function, state)
@@ -156,9 +153,8 @@ class TorchStep(TracedStep[R]):
         return detached(result)
 
     def _fits_the_state(self) -> bool:
-        """Return whether programs, if there are any, are for the present `State.unguarded`.
-
-        Discards the programs of another step with the same function and another model.
+        """Return whether the programs, if any, were compiled for the present `State.unguarded`.
+        Discard the programs of another step with the same function and another model.
         """
         unguarded = self._state.unguarded()
         if _unguarded.setdefault(self._code, unguarded) == unguarded:
@@ -170,10 +166,8 @@ class TorchStep(TracedStep[R]):
         return True
 
     def _run(self, *batch: Any) -> R:
-        """Run the compiled step, and exclude `backward()` from tracing.
-
-        torch.compile breaks the graph at `backward()`, and would then trace the code that Inductor
-        generated for it.
+        """Run the compiled step, and exclude `backward()` from tracing. torch.compile breaks the
+        graph there, and would then trace the code that Inductor generated for it.
         """
         original = torch.autograd.backward
         torch.autograd.backward = self._backward
@@ -184,9 +178,8 @@ class TorchStep(TracedStep[R]):
 
 
 class CudaGraphStep(TracedStep[R]):
-    """Captures the step as a CUDA graph, and compares the graph once with the function.
-
-    It does not compare them in a job of several processes.
+    """Captures the step as a CUDA graph. A job of one process compares the graph once with the
+    function.
 
     Optimizers must be capturable: those of graphstash.training, or those of torch.optim with
     `capturable=True`. Here the former never use fused kernels, captured or not, so that a resumed
@@ -228,7 +221,7 @@ class CudaGraphStep(TracedStep[R]):
         capture = self._captures.get(structure)
         if capture is None:
             return self._record(structure, batch, tensors)
-        # A comparison repeats the collectives of a step, which other ranks may not do in this step.
+        # A comparison would repeat the step's collectives, and other ranks might not repeat them.
         if not capture.is_compared and _process_count() <= 1:
             made = self._compare(capture, batch, tensors)
             if made.reason is not None:
@@ -310,11 +303,8 @@ class CudaGraphStep(TracedStep[R]):
 
 
 class _Capture:
-    """One captured step, with its static inputs and results.
-
-    Attributes:
-        is_compared: whether it was compared with its function.
-        changes: what the capture did to tensors outside of the state.
+    """One captured step, with its static inputs and results. `changes` has what the capture did to
+    tensors outside of the state.
     """
 
     def __init__(
@@ -370,7 +360,6 @@ def _process_count() -> int:
 
 
 def _cause(error: Exception) -> str:
-    """Return the error that torch wrapped, on one line."""
     cause = getattr(error, "inner_exception", None) or error
     text = " ".join(str(cause).split("\n\n")[0].split())
     return f"{type(cause).__name__}: {text[:_CAUSE_LENGTH]}"

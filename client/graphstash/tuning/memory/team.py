@@ -3,7 +3,7 @@
 Both are stored as `schedule` artifacts: immutable, verified before use, withheld when reported.
 
     answer n         the best configurations, best first; jobs run the first one
-    measurements n   measurements of one host, published while it searches; at most 64
+    measurements n   measurements of one host, published while it searches; n < 64
 
 A job finds an answer with one look-up. If there is none, a lease lets one host search while the
 others wait. All ranks of a job get the same answer. A search starts with the measurements of all
@@ -16,9 +16,9 @@ The searching host has measured its answer itself. Other hosts accept an answer 
 their own space. A search skips configurations that peers have measured. It is repeated without
 peers' measurements if a peer's cost is far from the cost here, or if nothing works here.
 
-Two limits remain. If a peer reports fast configurations as slow, or as failing although other
-configurations work, no host tries them, except for a default that is reported as slow. A host that
-may publish an answer chooses what the others run within their space.
+Two limits remain. If a peer reports a fast configuration as slow or failing, and others work, no
+host tries it. Only the default is measured even if it is reported as slow. A host that may publish
+an answer chooses what the others run within their space.
 """
 
 import logging
@@ -44,7 +44,7 @@ __all__ = ["Fit", "Measure", "Schedule", "Search", "TeamMemory", "Tune"]
 _log = logging.getLogger("graphstash")
 
 _MAX_ANSWERS: Final = 8
-"""Maximum answers to a problem: each replaces an answer that no longer works."""
+"""Maximum answers to a problem. Each further answer replaces one that does not work."""
 
 _MAX_NEIGHBOURS: Final = 3
 _MAX_LISTED: Final = 500
@@ -62,7 +62,7 @@ class Schedule:
 
     Attributes:
         best: measurements of the best configurations, best first.
-        key: key of the artifact; None without a cache, or if all its answers were rejected.
+        key: key of the answer; None if all `_MAX_ANSWERS` answers are unusable.
         was_searched: whether this process has searched for the schedule.
     """
 
@@ -95,8 +95,6 @@ Tune: TypeAlias = Callable[[Search], None]
 
 
 class _Asked(NamedTuple):
-    """The arguments of `TeamMemory.schedule`."""
-
     problem: Problem
     space: SearchSpace
     tune: Tune
@@ -106,9 +104,8 @@ class _Asked(NamedTuple):
 
 
 class TeamMemory:
-    """Finds the team's schedules, or searches for them; one per process. Thread-safe.
-
-    `ranks` returns the store of the ranks that run the kernel, or None for a single process.
+    """Finds the team's schedules, or searches for them; one per process. Thread-safe. `ranks` gives
+    the store of the ranks that run the kernel, or None for a single process.
     """
 
     def __init__(
@@ -133,7 +130,7 @@ class TeamMemory:
         """Return the team's schedule for a problem, or search for one if there is none.
 
         Cache errors are counted and never raised. Without the cache, the search starts without
-        data, and its result stays on this host.
+        data, and its result stays on this host. None: no configuration works.
 
         Args:
             problem: what is tuned.
@@ -145,9 +142,6 @@ class TeamMemory:
             confirm: whether to measure the best configuration once more before publication. If it
                 fails, the next best is confirmed.
             fit: see `Fit`. Default: accepts configurations of the space.
-
-        Returns:
-            None if no configuration works.
         """
         asked = _Asked(problem, space, tune, measure, confirm, fit or space.configuration)
         for number in range(_MAX_ANSWERS):
@@ -170,10 +164,8 @@ class TeamMemory:
         return self._search(CompileTurn(None, no_op), None, asked)
 
     def find(self, problem: Problem, space: SearchSpace) -> Schedule | None:
-        """Return an existing schedule without waiting for a search; it does not count as a hit.
-
-        Return None if there is none, and always in a job of several ranks, which must agree in
-        `schedule`.
+        """Return an existing schedule without waiting for a search. It does not count as a hit. In
+        a job of several ranks, return None, because only `schedule` makes all ranks agree.
         """
         try:
             if self._ranks() is not None:
@@ -207,7 +199,6 @@ class TeamMemory:
         return compilation.fallback_reason is None and self._is_withheld(compilation.key)
 
     def _is_withheld(self, key: ArtifactKey) -> bool:
-        """Return whether the server withholds the answer under the key."""
         server = self._cache.stash.server
         if not server.is_configured:
             return False
