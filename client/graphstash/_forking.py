@@ -5,8 +5,8 @@ of an import, of OpenSSL or of pydantic, the child waits for it forever. The cac
 threads take such locks in jobs that fork. So forks wait, with a time limit, until these threads are
 idle or wait for the network.
 
-This module takes no lock, because a fork or a signal handler could find it held. Each thread writes
-only its own entries, and operations of Python's dictionaries are atomic.
+This module takes no lock, because a fork or a signal handler could find it held. Instead, each
+change is one atomic operation of a dictionary or set.
 """
 
 import os
@@ -22,8 +22,8 @@ from graphstash._interrupts import raise_after
 __all__ = ["close_unshared", "forkable", "open_unshared", "unforked"]
 
 _WAIT_SECONDS: Final = 2.0
-"""Maximum seconds that a fork waits. Later forks ignore a block that was waited for in vain: it may
-itself wait for the thread that forks."""
+"""Maximum seconds that a fork waits. Later forks ignore a block that outlasted a wait, because the
+block may itself wait for the thread that forks."""
 
 _POLL_SECONDS: Final = 0.001
 
@@ -31,14 +31,14 @@ _depths: dict[int, int] = {}
 """By thread: its number of nested `unforked` blocks."""
 
 _slow: set[int] = set()
-"""Threads in a block that was waited for in vain."""
+"""Threads in a block that outlasted the wait of a fork."""
 
 _forking: dict[int, float] = {}
 """By thread that forks: deadline of its wait, in seconds of `time.monotonic`."""
 
 _unshared: dict[int, os.stat_result] = {}
-"""By descriptor that a child replaces: its file. The child could release its parent's lock, or hold
-it after its parent's death."""
+"""Status of each lockable file, by descriptor. A child replaces the file by /dev/null, or else it
+could release its parent's lock, or hold the lock after its parent's death."""
 
 _interrupts: dict[int, BaseException] = {}
 """By thread that forks: exception that a signal handler raised during the wait."""
@@ -77,14 +77,8 @@ class forkable:  # noqa: N801 - as above
 
 
 def open_unshared(path: str | Path, *, directory: int | None = None) -> int:
-    """Open or create a file to lock. Forked children do not share the lock.
-
-    Args:
-        path: path of the file.
-        directory: descriptor of the directory that a relative path starts from.
-
-    Raises:
-        OSError: the file cannot be opened.
+    """Open or create a file to lock. Forked children do not share the lock. `directory` is the
+    descriptor of the directory that a relative path starts from.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     with unforked():
@@ -127,7 +121,7 @@ def _leave(depth: int) -> None:
 
 
 def _before() -> None:
-    """Wait until other threads are in no block. They begin none meanwhile."""
+    """Wait for the blocks of other threads, at most `_WAIT_SECONDS`. They begin none meanwhile."""
     this = threading.get_ident()
     until = _forking[this] = monotonic() + _WAIT_SECONDS
     is_done = False
@@ -161,7 +155,7 @@ def _after_in_child() -> None:
 
 
 def _is_of(descriptor: int, file: os.stat_result) -> bool:
-    """Return whether a descriptor is of this file, and not closed by other code, or reused."""
+    """Return whether a descriptor is still of this file. Other code may close or reuse it."""
     try:
         return os.path.samestat(os.fstat(descriptor), file)
     except OSError:
@@ -169,11 +163,7 @@ def _is_of(descriptor: int, file: os.stat_result) -> bool:
 
 
 def _replace(descriptors: list[int]) -> None:
-    """Replace open files by an empty one.
-
-    Raises:
-        OSError: the empty file cannot be opened. Then only the first file is closed.
-    """
+    """Replace open files by /dev/null. If it cannot be opened, close only the first file."""
     if not descriptors:
         return
     os.close(descriptors[0])  # frees a number in case the process may open no more files

@@ -2,7 +2,7 @@
 
 Each field is read from `GRAPHSTASH_<FIELD IN CAPITALS>`, for example `GRAPHSTASH_URL`. Arguments of
 `graphstash.install` override the environment. So do the options of `graphstash run`, for the fields
-that have an `Option`. The user's config file (`graphstash init`) comes after the environment. The
+that have an `Option`. The environment overrides the user's config file (`graphstash init`). The
 help and the reference show the docstring below each field.
 """
 
@@ -109,9 +109,8 @@ def default_cache_dir() -> Path:
 
 
 def find_own_server() -> str:
-    """Return the URL of this user's server on this host, or "" if there is none.
-
-    Each connection checks that only this user can have created the socket.
+    """Return the URL of this user's server on this host, or "" if there is none. Each connection
+    checks that only this user can have created the socket.
     """
     path = own_socket_path(os.environ)
     try:
@@ -132,9 +131,8 @@ def is_on_this_host(url: str) -> bool:
 
 
 def github_token_request() -> tuple[str, str] | None:
-    """Return the URL and bearer token with which a GitHub Actions job requests a JWT.
-
-    Returns None outside GitHub Actions, and in a job without `permissions: id-token: write`.
+    """Return the URL and bearer token with which a GitHub Actions job requests a JWT, or None in
+    other jobs and without `permissions: id-token: write`.
     """
     url, token = (os.environ.get(f"ACTIONS_ID_TOKEN_REQUEST_{each}") for each in ("URL", "TOKEN"))
     return (url, token) if url and token else None
@@ -202,7 +200,7 @@ class ServerSettings:
     connect_seconds: float = setting(0.5, number(above=0, most=60))
     """Timeout for opening a connection."""
     first_byte_seconds: float = setting(2.0, number(above=0, most=300))
-    """Timeout for the next byte of a response."""
+    """Timeout for the first byte of a response, and for each later read."""
     fetch_seconds: float = setting(60.0, number(above=0, most=3600))
     """Timeout for a whole fetch. A known compile time that is shorter replaces it, but the timeout
     is never below first_byte_seconds."""
@@ -268,9 +266,9 @@ class SharingSettings:
     """Report counts and compiled artifacts to the server when a process that used the cache ends.
     The report names the script, never its arguments."""
     wait_seconds: float = setting(1200.0, number(most=86400))
-    """Maximum total seconds to wait without result for other jobs that compile the same graphs, at
-    most half of them for one lease holder. Waits that bring an artifact may add up to twice as
-    much. 0 never waits."""
+    """Maximum total seconds of unsuccessful waits for other jobs that compile the same graphs, at
+    most half of them for one lease holder. Waits that bring an artifact may take up to twice as
+    long in addition. 0 never waits."""
     lease_seconds: float = setting(
         DEFAULT_LEASE_SECONDS, number(least=MIN_LEASE_SECONDS, most=MAX_LEASE_SECONDS)
     )
@@ -298,9 +296,8 @@ class HostSettings:
     """Size limit of the local tier, which evicts the least recently used artifacts. 0 keeps nothing
     between jobs."""
     offline_seconds: float = setting(24 * 3600.0, number(most=1e7))
-    """If the server does not answer, seconds since the last contact with it during which the job
-    may use local copies of its artifacts. A withdrawal may stay undetected for that long. 0 uses no
-    copies."""
+    """Seconds since the server's last response for which the job may use local copies while the
+    server does not answer. A withdrawal may stay undetected for that long. 0 uses no copies."""
     summary: bool = setting(
         True, flag(), Option({"--quiet": False, "-q": False}, help="Print no line at the end.")
     )
@@ -387,12 +384,12 @@ class ClientConfig(
 
     @property
     def awaits_server(self) -> bool:
-        """Whether the job would publish to a server of this user, but none runs on this host."""
+        """Whether the job would publish to this user's own server, but none is running."""
         return not (self.url or "url" in self.given or self.read_only)
 
     @property
     def token_source(self) -> str:
-        """Where the token comes from. "" without one: there may still be one in netrc."""
+        """Where the token comes from, or "". netrc may still contain one."""
         if self.token is not None:
             return "`graphstash init`" if "token" in self.of_file else "GRAPHSTASH_TOKEN"
         return f"GRAPHSTASH_TOKEN_FILE={self.token_file}" if self.token_file else ""
@@ -411,14 +408,10 @@ class ClientConfig(
 
     @classmethod
     def load(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Self:
-        """Read the environment, and then the config file of its user.
+        """Read the environment, and the config file of its user for settings that it does not set.
 
-        `overrides` that are not None take precedence. A problem of the file is no error, so that
-        it keeps no job from running.
-
-        Raises:
-            ConfigError: a setting is invalid. The message names it, its value unless it is secret,
-                and the valid values.
+        `overrides` that are not None take precedence. A problem of the file only sets
+        `file_problem`, so that the job still runs. Raises ConfigError like the constructor.
         """
         source = os.environ if environ is None else environ
         known = cls.rules()
@@ -439,9 +432,8 @@ class ClientConfig(
 
 
 def _usable(file: UserFile, values: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return the settings of the user's file that apply beside other settings, and its problem.
-
-    The file's token is for the file's server only. An address from elsewhere does not get it.
+    """Return the file's settings that `values` do not override, and the file's problem. If the URL
+    is not the file's, ignore the file, because its token is for its own server only.
     """
     known, checked = ClientConfig.rules(), {}
     for name, value in file.values.items():

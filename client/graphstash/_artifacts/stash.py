@@ -43,16 +43,15 @@ if TYPE_CHECKING:
 __all__ = ["Destination", "Fetched", "Memory", "Stash", "is_temporary"]
 
 _UNSENT: Final = frozenset((Reason.CONNECT, Reason.TLS, Reason.CIRCUIT_OPEN, Reason.NO_SERVER))
-"""Reasons of failed uploads of which the server has received nothing."""
+"""Reasons for which an upload failed before the server received any of it."""
 
 Destination: TypeAlias = Path | io.BytesIO
 """Destination of a payload: a file, which is renamed into place, or memory."""
 
 
 class Memory(io.BytesIO):
-    """Memory for one payload of at most `max_bytes`. Default: no limit.
-
-    Refuses a larger payload before its decompression, because `unseal` writes the last byte first.
+    """Memory for one payload of at most `max_bytes`. Default: no limit. It refuses a larger payload
+    before the decompression, because `unseal` writes the last byte first.
     """
 
     def __init__(self, max_bytes: int | None = None) -> None:
@@ -60,11 +59,7 @@ class Memory(io.BytesIO):
         self._max_bytes = max_bytes
 
     def write(self, data: "ReadableBuffer", /) -> int:
-        """Write bytes at the current position.
-
-        Raises:
-            VerificationError: they would exceed the limit.
-        """
+        """Write bytes at the current position, or raise VerificationError beyond the limit."""
         size = self.tell() + memoryview(data).nbytes
         if self._max_bytes is not None and size > self._max_bytes:
             raise VerificationError(Reason.TOO_LARGE, f"{size} bytes; at most {self._max_bytes}")
@@ -77,21 +72,18 @@ class Stash:
     Thread-safe. The creator of a stash closes it.
 
     Attributes:
-        config: the settings.
         server: client for direct calls: look-ups, leases, manifests, statistics.
         local: this host's disk.
-        signatures: policy for signatures.
         standing: decides which copies on the disk may still be used.
         downloads: downloads of this run.
         unsent: records of artifacts to publish later.
 
     Args:
-        config: URL, namespaces, keys, limits.
         run: name of the run whose processes share records on the disk. Default: none.
         tracer: records each call to the server as a span.
 
     Raises:
-        ConfigError: on construction, if a configured file cannot be used.
+        ConfigError: a configured file cannot be used.
     """
 
     def __init__(
@@ -121,11 +113,7 @@ class Stash:
         self.local.close()
 
     def get(self, key: ArtifactKey) -> bytes | None:
-        """Return the verified payload of an artifact, or None for a miss.
-
-        Raises:
-            CacheError: the cache cannot answer, or the artifact does not verify.
-        """
+        """Return the verified payload of an artifact, or None for a miss, see `fetch`."""
         buffer = io.BytesIO()
         return buffer.getvalue() if self.fetch(key, buffer) else None
 
@@ -164,11 +152,7 @@ class Stash:
         return fetched
 
     def ensure_local(self, key: ArtifactKey) -> Fetched | None:
-        """Copy an artifact to this host's disk without decompression. Return None for a miss.
-
-        Raises:
-            CacheError: the cache cannot answer, or the artifact does not verify.
-        """
+        """Copy an artifact to this host's disk without decompression. Otherwise like `fetch`."""
         return self._reader.read(key, Nowhere())
 
     def is_on_this_host(self, key: ArtifactKey) -> bool:
@@ -198,9 +182,7 @@ class Stash:
 
         Write to the disk first, so that other processes of this host need not wait for the upload.
         If the disk fails, add the reason to `local.troubles`, and still upload. If the upload fails
-        temporarily, a later job publishes the copy on the disk.
-
-        A file is read in constant memory. `when_busy` is as for `upload`.
+        temporarily, a later job publishes the copy on the disk. A file is read in constant memory.
 
         Returns:
             Bytes sent. 0 if `local_only` or `server.is_read_only` is true.
@@ -279,12 +261,9 @@ class Stash:
     ) -> None:
         """Upload an artifact from the local tier, and update the origin of the tier's copy.
 
-        A conflict deletes the copy. `standing` records `asked_at` as the time of the confirmation,
-        by default the end of the upload. `when_busy` may wait for a busy server, and returns
-        whether to upload again.
-
-        Raises:
-            CacheError: as for `put`.
+        A conflict deletes the copy. `standing` records that the server had the artifact at the time
+        `asked_at`, by default the end of the upload. `when_busy` may wait for a busy server, and
+        returns whether to upload again. Raises as `put` does.
         """
         namespace, to_origin = self.config.namespace, self.standing.origin
         is_in_doubt = False

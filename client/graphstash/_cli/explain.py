@@ -69,7 +69,7 @@ def explain(
 
     The server compares each missed graph with the nearest artifacts in the namespaces that you may
     read, in at most 16 of them. `graphstash run --explain` does the same at the end of a job. For a
-    stored artifact, the command shows what differs in its nearest relatives. Examples:
+    stored artifact, the command shows what differs in its nearest relative. Examples:
 
         graphstash explain
         graphstash explain "jit(train"
@@ -157,7 +157,7 @@ def _causes(
 def _counted(
     misses: Sequence[tuple[Description, str | None]], records: Iterable[ProcessRecord], which: str
 ) -> str:
-    """Return the number of misses, as in the summary line of the run, and of failures."""
+    """Return the numbers of misses and of failures. For "last", the run's summary has the same."""
     failed = sum(reason is not None for _, reason in misses)
     count = len(misses) - failed
     if which == "last":
@@ -167,7 +167,7 @@ def _counted(
 
 
 def _notes(records: Iterable[ProcessRecord]) -> list[str]:
-    """Return what kept the processes of a run from using the cache, or from sharing results."""
+    """Return why processes of a run did not use the cache, or did not share results."""
     notes = dict.fromkeys(note for record in records for note in record.notes)
     failed = Counter(why for record in records for why in record.unsent.values())
     return [
@@ -180,7 +180,6 @@ def _notes(records: Iterable[ProcessRecord]) -> list[str]:
 
 
 def _explain_stored(config: ClientConfig, prefix: str, *, as_json: bool) -> None:
-    """Show how a stored artifact differs from its nearest relative."""
     with closing(ServerClient(config)) as server:
         found = find_one(server, prefix)
         if found.description is None:

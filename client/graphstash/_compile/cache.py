@@ -56,15 +56,15 @@ _SIGNAL_SECONDS: Final = 1.0
 """Maximum seconds between two signals to the processes of this host that wait for a download."""
 
 _FULL_SECONDS: Final = 30.0
-"""Seconds without a call after a job has waited long enough for a server without a free connection.
-Each call would wait there for a second, for each graph."""
+"""Seconds without a call to a server that has no free connection, once the job must not wait for it
+any longer. Otherwise each call would wait a second for its refusal."""
 
 _MAX_POLL_SECONDS: Final = 20.0
 """Maximum seconds of one call in a longer wait, below the idle timeouts of common proxies."""
 
 _HOLDER_CHARACTERS: Final = 128
 """Maximum length of a holder's name, as in `LeaseRequest`. `WaitBudget` stores the names, and a
-malicious server may return a new one in each reply."""
+malicious server may return a new name in each reply."""
 
 _OWN_COMPILE: Final = "this process compiles something itself, which that one may wait for"
 """Reason not to wait: two processes could wait for each other, see `InFlightCompile.is_awaited`."""
@@ -73,8 +73,8 @@ _DAMAGED: Final = (
     *(Reason.DIGEST_MISMATCH, Reason.CORRUPT, Reason.WRONG_KEY, Reason.TOO_LARGE),
     *(Reason.BAD_SIGNATURE, Reason.UNKNOWN_KEY, Reason.REVOKED_KEY, Reason.UNSIGNED),
 )
-"""Reasons for which this job cannot use an artifact. Another job may still use it, for example one
-that trusts its signing key."""
+"""Reasons for which this job cannot use an artifact. Another job may be able to, for example if it
+trusts the signing key."""
 
 _RELEASE_SECONDS: Final = 2.0
 """Maximum seconds that an exiting job waits for the release of its leases."""
@@ -100,13 +100,8 @@ class PackOutcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class FetchedPack:
-    """A look-up of a pack that was not a miss, see `Packs`.
-
-    Attributes:
-        payload: Bytes of the pack, or None if the cache could not fetch them.
-        compile_seconds: Sum of the compile times of its programs.
-        source: Where the bytes came from.
-        trouble: Reason for the missing payload.
+    """A look-up of a pack that was not a miss, see `Packs`. If the cache could not fetch the pack,
+    `payload` is None, and `trouble` is the reason.
     """
 
     payload: bytes | None
@@ -116,9 +111,8 @@ class FetchedPack:
 
     @property
     def is_damaged(self) -> bool:
-        """Whether this job cannot use the pack, for one of the reasons in `_DAMAGED`.
-
-        After a digest mismatch, the next download may be sound: the server has verified its bytes.
+        """Whether this job can never use the pack. A digest mismatch does not count: the server has
+        not found its bytes damaged, so the next download may be intact.
         """
         return self.trouble in _DAMAGED and self.trouble is not Reason.DIGEST_MISMATCH
 
@@ -126,15 +120,12 @@ class FetchedPack:
 class CompileCache:
     """Fetches artifacts or starts compilations; one instance per process.
 
+    The caller closes `stash`, and drains and closes `publisher`, the executor of the uploads.
+
     Attributes:
         waits: Remaining budget for waits for other jobs' compilations and for a busy server.
         log: Programs that this process had to compile.
         limit: Limit of compilations, or None if the user has set none.
-
-    Args:
-        stash: Storage of artifacts. The caller closes it.
-        counters: Counters of this process.
-        publisher: Executor of the uploads. The caller drains and closes it.
     """
 
     def __init__(self, stash: Stash, *, counters: Counters, publisher: BoundedExecutor) -> None:
@@ -149,7 +140,7 @@ class CompileCache:
         self._open: set[InFlightCompile] = set()
         self._leases: set[HeldLease] = set()
         self._used: dict[ArtifactKey, None] = {}
-        self._refused: dict[ArtifactKey, Reason] = {}  # bad artifacts of trusted namespaces
+        self._refused: dict[ArtifactKey, Reason] = {}  # bad artifacts in `read_namespaces`
         self._count_tier_errors()
 
     @property
@@ -159,8 +150,8 @@ class CompileCache:
 
     @property
     def used(self) -> tuple[ArtifactKey, ...]:
-        """Keys of the artifacts that this process has fetched, stored, or found stored with other
-        bytes, in order of first use.
+        """Keys of the artifacts that this process has fetched or published, or that the server has
+        with other bytes, in order of first use.
         """
         return tuple(self._used)
 
@@ -207,8 +198,8 @@ class CompileCache:
     ) -> InFlightCompile | None:
         """Write the artifact's payload to `destination`, or start its compilation.
 
-        Never raises. With `lease`, request a lease, and wait while another job holds it, as long as
-        the job's `WaitBudget` allows. Return None if the verified payload is at `destination`.
+        Return None if the verified payload is at `destination`. With `lease`, request a lease, and
+        wait within the `WaitBudget` while another job holds it. Raises only a signal's exception.
         """
         key = request.key
         fallback_reason: Reason | None = None
@@ -226,8 +217,8 @@ class CompileCache:
             self.record_fallback(error)
             self.counters.uncached(key)
             fallback_reason = error.reason
-            # The server still stores the artifact that failed verification, so it would refuse an
-            # upload, unless it finds that its bytes are damaged and removes them.
+            # The server refuses an upload while it stores the artifact that failed verification.
+            # It removes the artifact only if it finds that its own bytes are damaged.
             wanted = error.reason not in _DAMAGED or self._is_healed(key, error.reason)
         except Exception as error:  # noqa: BLE001 - the hook's outermost frame: training goes on
             self.record_fallback(error)
@@ -249,7 +240,7 @@ class CompileCache:
         return self._begin(request)
 
     def note_optional_miss(self, request: CompileRequest) -> None:
-        """Count the miss of an optional artifact, because the compiler now stores the artifact."""
+        """Count the miss of an `is_optional` request, when the compiler stores the artifact."""
         self.counters.miss(request.key)
         self.log.add(request, reason=None)
 
@@ -290,8 +281,8 @@ class CompileCache:
     def store(
         self, key: ArtifactKey, payload: Path, metadata: "ArtifactMetadata", *, local_only: bool
     ) -> bool:
-        """Publish an artifact. Return whether the server now has one under the key, perhaps with
-        other bytes. Never raises.
+        """Publish an artifact. Return whether the server has an artifact of this key now, perhaps
+        with other bytes. Never raises.
         """
         self.waits.compiled(metadata.compile_seconds)
         is_published = self._store(key, payload, metadata, local_only=local_only)
@@ -333,9 +324,8 @@ class CompileCache:
         return self.stash.is_on_this_host(key)
 
     def fetch_pack(self, key: ArtifactKey, *, max_bytes: int | None = None) -> FetchedPack | None:
-        """Fetch a pack, or return None if there is none. Never raises, and counts no hit.
-
-        A pack larger than `max_bytes` counts as damaged.
+        """Fetch a pack, or return None if there is none. Never raises, and counts no hit. A pack
+        larger than `max_bytes` counts as damaged.
         """
         payload = Memory(max_bytes)
         try:
@@ -376,16 +366,14 @@ class CompileCache:
         return PackOutcome.STORED
 
     def _put(self, *artifact: Any, **options: Any) -> int:
-        """Call `Stash.put`, which uploads the sealed payload again while the server is busy."""
         with self._upload_waits.wait() as wait, unforked():
             sent = self.stash.put(*artifact, **options, when_busy=partial(self._pause, wait))
-            wait.saved_seconds = 0.0  # the wait was not in vain
+            wait.saved_seconds = 0.0  # not None: the wait was not in vain
             return sent
 
     def record_fallback(self, error: Exception) -> None:
-        """Count a fallback, and log the first fallback of each reason.
-
-        Any other error than `CacheError` is a fault of the cache and counts as internal.
+        """Count a fallback, and log the first one of each reason. Any error other than `CacheError`
+        is a fault of the cache and counts as internal.
         """
         if not isinstance(error, CacheError):
             _log.debug("the cache failed", exc_info=error)
@@ -472,12 +460,7 @@ class CompileCache:
         return fetched
 
     def _when_free(self, call: Callable[[], _T]) -> _T:
-        """Call the server, and retry while it is busy.
-
-        Raises:
-            BusyError: The budget does not allow a wait.
-            CacheError: The call failed.
-        """
+        """Call the server, and retry while it is busy and the budget allows a wait."""
         with self.waits.wait() as wait:
             while True:
                 try:
@@ -487,15 +470,12 @@ class CompileCache:
                     if not self._pause(wait, error):
                         raise
                 else:
-                    wait.saved_seconds = 0.0  # the wait was not in vain
+                    wait.saved_seconds = 0.0  # not None: the wait was not in vain
                     return result
 
     def _fetch_when_free(self, key: ArtifactKey, destination: Destination) -> Fetched | None:
-        """Fetch an artifact, and retry while the server is busy.
-
-        Raises:
-            BusyError: The budget does not allow a wait, or compiling is expected to be quicker.
-            CacheError: The call failed.
+        """Fetch an artifact. While the server is busy, retry if the budget allows a wait and
+        compiling is not expected to be quicker.
         """
         known = self.stash.server.compile_seconds(key)
         with self.waits.wait() as wait, unforked():
@@ -506,7 +486,7 @@ class CompileCache:
                     wait, busy, compile_seconds=known, signal_progress=signal
                 ),
             )
-            # Even after a miss, the wait was not in vain.
+            # A miss saves no time, but the wait for the server was not in vain (None).
             wait.saved_seconds = 0.0 if fetched is None else fetched.compile_seconds
             return fetched
 
@@ -518,7 +498,7 @@ class CompileCache:
         compile_seconds: float | None = None,
         signal_progress: Callable[[], None] = lambda: None,
     ) -> bool:
-        """Sleep until the next call of a busy server. Return False if the job must not wait."""
+        """Sleep until the job may call a busy server again, or return False if it must not wait."""
         seconds = wait.pause_seconds(busy, compile_seconds=compile_seconds)
         if seconds is None:
             if busy.is_full and wait.left < busy.retry_after_seconds:
@@ -593,7 +573,7 @@ class CompileCache:
     def _wait_or_start(
         self, key: ArtifactKey, destination: Destination
     ) -> tuple[bool, HeldLease | None]:
-        """Wait for the artifact. Return True if it is at `destination`, else a lease if granted."""
+        """Wait for the artifact. Return whether it is at `destination`, and any granted lease."""
         is_awaited = any(each.is_awaited for each in tuple(self._open))
         started = monotonic()
         empty_replies = 0

@@ -36,7 +36,6 @@ class Miss:
     """A program that this process had to compile.
 
     Attributes:
-        description: Inputs of the compilation.
         reason: Why the cache could not help, or None if the artifact did not exist.
         compile_seconds: Wall time of the compilation, or 0 until it has finished.
         detail: More about the reason, such as the value that makes a program unshareable.
@@ -68,14 +67,14 @@ class MissLog:
 
     def __init__(self) -> None:
         self.added: Callable[[Miss], None] = lambda _: None
-        self._lock = threading.Lock()  # guards the fields below
+        self._lock = threading.Lock()  # guards changes of the two fields below
         self._misses: dict[ArtifactKey, Miss] = {}
         self._published: list[Description] = []
         self._is_refused = False
 
     @property
     def misses(self) -> tuple[Miss, ...]:
-        """The misses, in the order in which programs first missed."""
+        """The misses, in the order of the first miss of each program."""
         with self._lock:
             return tuple(self._misses.values())
 
@@ -85,7 +84,7 @@ class MissLog:
             if len(self._misses) >= _MAX_MISSES:
                 return
             if reason is None and request.key in self._misses:
-                return  # a program in a pack that turned out to be slow
+                return  # `Packs` logged it, and its result was too slow or too large for a pack
             from graphstash_schema.explanation import described  # only a job with misses needs it
 
             script = Path(sys.argv[0] if sys.argv else "").name
@@ -104,7 +103,7 @@ class MissLog:
             _log.debug("a miss cannot be explained", exc_info=True)
 
     def describe_pack(self, request: CompileRequest) -> None:
-        """Send a description of a published pack, which has an environment and no program."""
+        """Add a description of a published pack for `send`. It contains no program."""
         try:
             from graphstash_schema.explanation import described, is_of_program
 
@@ -118,7 +117,7 @@ class MissLog:
             self._published.append(description)
 
     def add_parts(self, key: ArtifactKey, parts: Mapping[str, str]) -> None:
-        """Add parts to the description of a program: what its compilation found."""
+        """Add results of a compilation to the description of its program."""
         try:
             from graphstash_schema.explanation import described
 
@@ -130,7 +129,7 @@ class MissLog:
             _log.debug("parts of %s cannot be described", key, exc_info=True)
 
     def compiled(self, key: ArtifactKey, *, seconds: float, is_published: bool) -> None:
-        """Record the end of a compilation. `is_published`: whether the server has the artifact."""
+        """Record the end of a compilation. `send` describes the artifact if it is published."""
         with self._lock:
             miss = self._misses.get(key)
             if miss is not None:
@@ -156,7 +155,7 @@ class MissLog:
         return len(self._published) >= MAX_DESCRIPTIONS
 
     def send(self, server: ServerClient) -> None:
-        """Send the new descriptions to the server. After an error, send no more."""
+        """Send the new descriptions to the server. After an error, later calls send nothing."""
         with self._lock:
             published, self._published = self._published, []
         until = monotonic() + _SEND_SECONDS
@@ -171,7 +170,6 @@ class MissLog:
 
 
 def _batches(descriptions: Iterable[Description]) -> Iterable[list[Description]]:
-    """Split descriptions into batches within the limits of one call."""
     batch: list[Description] = []
     size = 0
     for each in descriptions:
