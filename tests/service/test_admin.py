@@ -170,7 +170,7 @@ def test_unexpected_store_error_shows_no_details(tmp_path, monkeypatch, connect,
         assert api.http.get("/healthz").status_code == 200
 
         monkeypatch.setattr(store, "open", shrinking)
-        with pytest.raises(httpx.RemoteProtocolError):  # the server closes it
+        with pytest.raises(httpx.RemoteProtocolError):  # the server closes the connection
             api.get()
 
 

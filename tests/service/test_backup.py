@@ -223,7 +223,7 @@ def test_backup_under_load_restores_all_uploads_acknowledged_before_it(
     with restored.serving() as api:
         assert [n for n, blob in before.items() if api.get(n).content != blob] == []
         assert connect(api.url, "kept").get().content == b"an artifact of another namespace"
-        assert api.delete(next(iter(before))).status_code == 204  # numbers the audit log
+        assert api.delete(next(iter(before))).status_code == 204  # adds to the audit log
 
 
 def test_backup_contains_an_artifact_replaced_while_it_ran(new_site, backup, monkeypatch):

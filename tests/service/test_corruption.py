@@ -95,7 +95,7 @@ def test_index_that_leads_to_another_row_is_a_miss(stored, connect, monkeypatch)
         api = connect(server.url)
         assert api.get(0).content == blob_of(0)
         for number in (1, 2):
-            for answer in (api.get(number), api.get(number)):  # with and without memory
+            for answer in (api.get(number), api.get(number)):  # with and without a cached row
                 assert answer.status_code == 404
             assert api.head(number).status_code == 404
         assert api.call("lookup", {"keys": [api.key(1), api.key(2)]}).json()["found"] == []

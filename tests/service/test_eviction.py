@@ -85,9 +85,7 @@ class Store(ServiceClient):
         return [number for number in range(count) if await self.has(number, namespace)]
 
     async def begin_deletion(self):
-        """Start to delete marked blobs. Return an event that lets the deletion end, and its
-        task.
-        """
+        """Start to delete marked blobs. Return the event that lets this end, and the task."""
         deleting, go_on = asyncio.Event(), asyncio.Event()
         delete = self.blobs.delete
 

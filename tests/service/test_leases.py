@@ -22,7 +22,7 @@ BLOB = b"an executable" * 1000
 
 WAIT = 60
 """Seconds for which a waiter waits: the server's maximum, and longer than the test waits for an
-answer. Therefore, each answer is caused by an event."""
+answer. Therefore, an event causes each answer."""
 _ANSWER_SECONDS = 50
 
 

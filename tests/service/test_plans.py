@@ -65,8 +65,7 @@ KEPT = 20
 """Number of pinned and of withheld artifacts in either store: administrators decide on both."""
 
 MOST_MORE = 300
-"""Allowed instructions or rows of a statement in the large store, above twice those in the small
-one."""
+"""Instructions or rows allowed in the large store, above twice the cost in the small store."""
 
 _FEW_ENTRIES = "a namespace has at most 65,536 entries of manifests, and a manifest 4,096"
 _FEW_RUNS = "a namespace and a caller have at most 16,384 reports of runs"

@@ -40,7 +40,7 @@ def test_policy_is_stored_shown_listed_removed_and_logged(api, problem):
     for rules, named in (
         ({"mode": "sometimes"}, "mode"),
         ({"limit_bytes": 0}, "limit_bytes"),
-        ({"requests_per_second": 1e-310}, "requests_per_second"),  # its pause overflows
+        ({"requests_per_second": 1e-310}, "requests_per_second"),  # its pause is infinite
         ({"moda": "read_only"}, "moda"),
     ):
         problem(api.http.put(policy_path(api), json=rules), 400, "invalid_request", named)

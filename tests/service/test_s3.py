@@ -250,7 +250,7 @@ class TestPut:
         for key in ("blobs/sha256/ab/lost", "somebody/else"):
             swift.client.create_multipart_upload(Bucket=bucket, Key=key)
         await S3BlobStore(settings).close()
-        assert len(uploads_in_parts(swift, bucket)) == 2  # too young
+        assert len(uploads_in_parts(swift, bucket)) == 2  # too young to be aborted
 
         monkeypatch.setattr(s3_module, "_ABANDONED_AGE", timedelta(hours=-1))
         store = S3BlobStore(settings)

@@ -28,7 +28,7 @@ def test_upload_over_the_store_limit_is_refused_if_everything_is_pinned(
 
         refused = problem(api.put(BLOB + b"1", 1), 507, "insufficient_storage")
         assert refused["limit"] == 150_000
-        # The total of all namespaces is not shown to a caller of one.
+        # A caller of one namespace gets no total of all namespaces.
         assert re.findall(r"\d+", refused["detail"]) == ["102401", "150000"]
         assert len(stored_files(tmp_path)) == 1
         assert api.get(0).content == BLOB

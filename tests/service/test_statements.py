@@ -110,8 +110,7 @@ async def test_single_upload_takes_few_statements(opened):
         await server.put(b"the first", 99, policy=ONCE)
         with recorded() as statements:
             await server.put(b"blob", policy=ONCE)
-        # Two reads; the locks, marks and names of blobs; artifact, counters, lease, notification,
-        # log.
+        # Two reads; locks, marks and names of blobs; artifact, counters, lease, notification, log.
         assert len(statements) <= (11 if server.context.database.is_postgresql else 8), statements
 
 
