@@ -32,8 +32,6 @@ exec "{program}" "$@"
 
 @dataclass(frozen=True)
 class Arm:
-    """One compiler in one version."""
-
     name: str
     hook: str
     script: str

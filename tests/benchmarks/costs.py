@@ -26,12 +26,10 @@ class Watch:
 
 
 def resident_bytes(process="self"):
-    """Return the resident bytes."""
     return _read(process, "VmRSS")
 
 
 def peak_bytes(process="self"):
-    """Return the peak of the resident bytes."""
     return _read(process, "VmHWM")
 
 

@@ -36,8 +36,6 @@ console = Console() if sys.stdout.isatty() else Console(width=130)
 
 @dataclass
 class Figures:
-    """The results of one part."""
-
     part: str
     settings: dict
     tables: dict[str, dict[str, dict[str, list[float] | str]]] = field(default_factory=dict)
@@ -45,7 +43,6 @@ class Figures:
     load_before: tuple[float, ...] = field(default_factory=os.getloadavg)
 
     def add(self, table, row, column, sample):
-        """Add one round's sample."""
         self._row(table, row).setdefault(column, []).append(sample)
 
     def say(self, table, row, column, text):
@@ -121,7 +118,6 @@ def show(cell):
 
 
 def table_of(rows, show=show):
-    """Return the lines of a table in Markdown."""
     columns = columns_of(rows)
     lines = [["", *columns], ["---", *["---:"] * len(columns)]]
     for label, cells in rows.items():
@@ -155,7 +151,6 @@ class Part:
     bar: Progress
 
     def rounds(self, first=0):
-        """Count the rounds."""
         rounds = range(first, self.settings.rounds)
         return self.bar.track(rounds, description=self.figures.part)
 

@@ -80,8 +80,6 @@ class Kept:
 
 
 class HttpConnection(Kept):
-    """A connection for HTTP/1.1."""
-
     def request(self, method, path, headers="", *body):
         """Send a request, and read the whole answer.
 
@@ -133,7 +131,6 @@ class RedisConnection(Kept):
 
 
 def wrk():
-    """Return the path of wrk, or None."""
     return shutil.which("wrk")
 
 

@@ -18,7 +18,6 @@ TESTS = Path(__file__).parents[1]
 
 
 def begin(**more):
-    """Return a report without parts."""
     started = time.strftime("%Y-%m-%d %H:%M %Z")
     return {"machine": machine(), "started": started, "parts": {}, "failed": [], **more}
 
@@ -39,7 +38,6 @@ def run_part(report, name, module, output, *options, env):
 
 
 def files_of(directory, name):
-    """Return the paths of a report, by form."""
     directory.mkdir(parents=True, exist_ok=True)
     return {form: directory / f"{name}.{form}" for form in ("json", "md", "png")}
 

@@ -125,8 +125,6 @@ def cold(number):
 
 
 def measure(figures, target, seconds):
-    """Measure one round of one target."""
-
     count = partial(measure_one, figures, target, seconds=seconds)
     for label, name, size, connections in HOT:
         large = size if size > MIB else None

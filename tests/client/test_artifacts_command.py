@@ -23,8 +23,6 @@ def key_of(namespace, number, *, kind="jax", device=DEVICE):
 
 @pytest.fixture
 def put(hosts, namespace):
-    """Return a function that publishes an artifact."""
-
     def put(number, *, label="", seconds=1.0, size=10, parts=None, where=None, **settings):
         host = hosts("publisher", **({"namespace": where} if where else {}), **settings)
         key = key_of(namespace, number)

@@ -43,7 +43,6 @@ def disk(tmp_path, monkeypatch):
 
 @pytest.fixture
 def published(hosts):
-    """Publish an artifact from another host."""
     publisher = hosts("publisher")
     publisher.result = GRAPH
     publisher.build(key())

@@ -59,7 +59,6 @@ def publish(next_job, *numbers, payload=b"graph"):
 
 @pytest.fixture
 def proxy(server):
-    """The proxy between a job and the server."""
     with FaultProxy(port_of(server)) as proxy:
         yield proxy
 

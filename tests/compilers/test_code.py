@@ -60,7 +60,6 @@ def named(by):
 
 
 def with_builtins(by):
-    """Return a function with builtins of its own."""
     names = {"__builtins__": {"abs": by}}
     exec("def function():\n    return abs", names)
     return names["function"]

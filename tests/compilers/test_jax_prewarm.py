@@ -37,7 +37,6 @@ def options(server, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def first(options, server):
-    """The result of the first run."""
     words, variables = options
     result = prewarm(*words, "--json", STEP, **variables)
     assert result.returncode == 0, result.stderr

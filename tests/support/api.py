@@ -103,7 +103,6 @@ class Api:
         assert answer.json()["withheld"], answer.text
 
     def stats(self) -> dict[str, Any]:
-        """Return the counters of this namespace."""
         stats = self.http.get("/v1/stats").json()
         found = [each for each in stats["namespaces"] if each["namespace"] == self.namespace]
         return found[0] if found else {}

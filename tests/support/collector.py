@@ -95,7 +95,6 @@ class Collector:
         return [span for span in self.named(name) if span.attributes.get("url.path") == path]
 
     def with_id(self, wanted: str) -> list[ReceivedSpan]:
-        """Return the received spans with this ID."""
         return [span for span in tuple(self.spans) if span.id == wanted]
 
     def until(self, holds: Callable[[], object]) -> None:

@@ -37,7 +37,6 @@ def load(*names: str, variables: Mapping[str, str]) -> dict[str, Any]:
 
 
 def variables_of(*names: str) -> set[str]:
-    """Return the variables that compose files read."""
     return {
         match["name"] for name in names for match in _VARIABLE.finditer((DOCKER / name).read_text())
     }

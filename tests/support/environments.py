@@ -47,7 +47,6 @@ def python_of(name: str) -> Path:
 
 
 def packages_of(name: str) -> Path:
-    """Return the folder of an environment's packages."""
     return _packages_in(python_of(name).parents[1])
 
 

@@ -39,7 +39,6 @@ _COLUMNS = [column.name for column in tables.artifacts.columns]
 
 
 def blob(number: int) -> bytes:
-    """Return the blob of an artifact."""
     return f"{number % _BLOBS} ".encode().ljust(BLOB_BYTES, b".")
 
 

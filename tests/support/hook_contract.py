@@ -106,7 +106,6 @@ class HookContract:
 
     @classmethod
     def run(cls, hosts: CompilerJobs, host: str, **arguments: Any) -> Outcome:
-        """Run the job on a host."""
         options, chosen = cls.options()
         return hosts.run(host, *options, **chosen, **arguments)
 

@@ -25,7 +25,6 @@ PrivateKey = ed25519.Ed25519PrivateKey | ec.EllipticCurvePrivateKey | rsa.RSAPri
 
 
 def new_key(algorithm: str = "ES256", *, bits: int = 2048) -> PrivateKey:
-    """Return a private key for an algorithm."""
     if algorithm == "EdDSA":
         return ed25519.Ed25519PrivateKey.generate()
     if algorithm in _CURVES:

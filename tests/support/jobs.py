@@ -87,8 +87,6 @@ class Outcome:
 
 @dataclass
 class Running:
-    """A started job."""
-
     report: Path
     stats: Path
     errors: Path

@@ -9,7 +9,6 @@ _PAGE = Path(__file__).parents[2] / "docs" / "json-output.md"
 
 
 def fields_of(command: str) -> set[str]:
-    """Return the fields of a command in the page."""
     (section,) = re.findall(
         rf"^## `{command}`\n(.*?)(?=^## |\Z)", _PAGE.read_text(), re.MULTILINE | re.DOTALL
     )

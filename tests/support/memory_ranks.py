@@ -6,8 +6,6 @@ __all__ = ["MemoryRanks", "Values"]
 
 
 class Values:
-    """Values that all ranks share."""
-
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.values: dict[str, bytes] = {}

@@ -82,7 +82,6 @@ class AnyS3:
     client: "S3Client"
 
     def new_bucket(self) -> str:
-        """Create a bucket, and return its name."""
         name = f"bucket-{secrets.token_hex(8)}"
         self.client.create_bucket(Bucket=name)
         return name

@@ -106,8 +106,6 @@ class ReferenceScheduleFree(torch.optim.Optimizer):
 
 @dataclass(frozen=True)
 class Case:
-    """One optimizer with options."""
-
     name: str
     options: dict[str, Any]
 

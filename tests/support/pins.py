@@ -13,8 +13,6 @@ __all__ = ["pin", "pin_in"]
 
 
 def pin(database_url: str, keys: Sequence[StoredKey]) -> None:
-    """Pin in the database of a running server."""
-
     async def work() -> None:
         database = Database(load_settings(database_url=database_url).database_url)
         try:
@@ -26,6 +24,5 @@ def pin(database_url: str, keys: Sequence[StoredKey]) -> None:
 
 
 async def pin_in(database: Database, keys: Sequence[StoredKey]) -> None:
-    """Pin in an open database."""
     async with database.writing() as connection:
         await pin_artifacts(connection, keys, until=datetime(3000, 1, 1, tzinfo=UTC))

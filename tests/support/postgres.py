@@ -76,7 +76,6 @@ class Postgres:
         return self.url_of(name)
 
     def execute(self, statement: str, database: str = "postgres") -> list[asyncpg.Record]:
-        """Run one statement, and return its rows."""
         import asyncio
 
         async def run() -> list[asyncpg.Record]:

@@ -27,8 +27,6 @@ __all__ = ["Sealed", "Team", "flipped", "plant", "sealed", "signature_of", "trus
 
 @dataclass(frozen=True)
 class Sealed:
-    """An envelope in a file."""
-
     path: Path
     sha256: str
     size_bytes: int
@@ -82,7 +80,6 @@ def signature_of(
 
 
 def sealed(directory: Path, key: ArtifactKey, payload: bytes, *, name: str = "planted") -> Sealed:
-    """Return a payload in an envelope that names the key."""
     source = directory / f"{name}.raw"
     source.write_bytes(payload)
     path = directory / name
@@ -110,7 +107,6 @@ def plant(
 
 
 def flipped(signature: ArtifactSignature) -> ArtifactSignature:
-    """Return the same signature with one flipped bit."""
     value = bytearray(base64.urlsafe_b64decode(signature.value + "=="))
     value[5] ^= 1
     text = base64.urlsafe_b64encode(bytes(value)).rstrip(b"=").decode()

@@ -64,7 +64,6 @@ class SmallDisk:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """Return the command that starts a server on the disk."""
         if self.is_real:
             return (sys.executable, "-m", "graphstash_server")
         program = _TOLD.format(directory=str(self.directory), size_bytes=self._size_bytes)

@@ -34,7 +34,6 @@ def build_excessive(configuration: Mapping[str, Any]) -> Callable[[], Any]:
 
 
 def build_nothing(configuration: Mapping[str, Any]) -> NoReturn:
-    """Fail for every configuration."""
     raise ValueError(configuration)
 
 

@@ -21,7 +21,6 @@ def withhold(stash: Stash, artifact: int | ArtifactKey = 1) -> None:
 
 
 def delete(stash: Stash, number: int = 1) -> None:
-    """Delete an artifact on the server."""
     stash.server._transport.call("DELETE", str(key(number).artifact_path(stash.config.namespace)))
 
 

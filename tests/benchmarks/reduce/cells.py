@@ -66,7 +66,6 @@ class Cell:
         return self.chosen(rank) * (rank + 1.0) * (torch.arange(self.blocks) % 7 + 1)
 
     def sums(self):
-        """Return the sums of the values of all workers."""
         return sum(self.values(rank) for rank in range(self.workers))
 
     def union(self):

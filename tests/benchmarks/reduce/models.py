@@ -76,7 +76,6 @@ class Training:
         self.run(WARM_UP)
 
     def run(self, steps):
-        """Make steps, and return their seconds."""
         began = time.monotonic()
         for _ in range(steps):
             inputs, labels = self._replica.module.batch(self._drawn)

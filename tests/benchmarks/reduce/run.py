@@ -99,7 +99,6 @@ def cells_of(options, workers):
 
 
 def page_of(report, goals, picture):
-    """Return the report for people."""
     checks = "\n".join(f"- {each}" for each in report["checks"])
     about = f"On {report['links']}. {EXPLANATION}\n\n{checks}"
     picture = f"![Speed of each arm relative to the ring]({picture})"

@@ -65,7 +65,6 @@ def main():
 
 
 def measure(cell, arms, device, rounds, figures):
-    """Add one cell's figures."""
     runs = {}
     for arm in arms:
         try:

@@ -87,7 +87,6 @@ class Processes(ExitStack):
 
 
 def measure_time(cell, processes, rounds, figures):
-    """Add one cell's times."""
     reference = processes.losses["unfused"]
     for arm in ("backward", "forward"):
         if processes.losses[arm] != reference:

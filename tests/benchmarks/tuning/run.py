@@ -120,7 +120,6 @@ def medians(runs):
 
 
 def pages(report, picture):
-    """Return the report for people."""
     about = report["machine"]
     lines = [
         "# Searchers",

@@ -405,7 +405,6 @@ def test_run_with_other_options_does_not_resume_checkpoint(tmp_path, optimizer, 
 
 
 def other(model=None, optimizer=training.SGD, parameters=None, data=None):
-    """Return a problem with another model, optimizer, parameters or data."""
     usual, _, usual_data = problem()
     model = model or usual
     return model, optimizer(parameters or model.parameters(), lr=0.1), data or usual_data

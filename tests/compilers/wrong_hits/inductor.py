@@ -31,7 +31,6 @@ def prepare() -> None:
 
 
 def install(cache: Any) -> None:
-    """Install the hook in torch."""
     from graphstash.hooks.inductor.hook import install
 
     assert install(cache) is not None

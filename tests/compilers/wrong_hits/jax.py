@@ -68,7 +68,6 @@ def _function(name: str, body: str, *values: str, before: str = "", **how: Any) 
 
 
 def _setting(name: str, statement: str, *values: str, **how: Any) -> Pair:
-    """Return a pair that differs in a setting."""
     return _of(name, statement, "jax.jit(lambda x: x @ x + 1)(ONES)", *values, **how)
 
 

@@ -32,7 +32,6 @@ def prepare() -> None:
 
 
 def install(cache: Any) -> None:
-    """Install the hook in the plug-in."""
     from graphstash.hooks.pjrt.hook import install
 
     assert install(cache) is not None
@@ -95,7 +94,6 @@ def _program(
     before: str = "",
     **relation: Any,
 ) -> Pair:
-    """Return a pair that differs in a function or its argument."""
     text = _PROGRAM.replace("HERE", "%s") % (before, function, argument)
     return pair(name, text, *values, **relation)
 

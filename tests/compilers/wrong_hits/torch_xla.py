@@ -23,7 +23,6 @@ def prepare() -> None:
 
 
 def install(cache: Any) -> None:
-    """Install the hook in torch_xla."""
     from graphstash.hooks.torch_xla.hook import install
 
     assert install(cache) is not None
@@ -52,7 +51,6 @@ def look_up(*results):
 
 
 def _evaluates(name: str, expression: str, *values: str, **relation: Any) -> Pair:
-    """Return a pair that evaluates an expression."""
     text = f"{_IMPORT}{_START.replace('HERE', '')}\nlook_up({expression})\n"
     return pair(name, text, *values, **relation)
 

@@ -30,7 +30,6 @@ def prepare() -> None:
 
 
 def install(cache: Any) -> None:
-    """Install the hook in Triton."""
     from graphstash.hooks.triton.hook import install
 
     assert install(cache) is not None

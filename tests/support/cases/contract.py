@@ -26,7 +26,6 @@ def on_other_version(*, package: str, version: str, function: str, keywords: dic
 
 
 def in_a_forked_child(*, function: str, keywords: dict[str, Any]) -> Any:
-    """Run a case in a forked child."""
     run = _case(function)  # imports the compiler here
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)

@@ -7,7 +7,6 @@ __all__ = ["printed"]
 
 
 def printed(*, text: str) -> list[str]:
-    """Run a program, and return the lines that it prints."""
     with redirect_stdout(StringIO()) as output:
         exec(compile(text, "program", "exec"), {"__name__": "__main__"})
     return output.getvalue().splitlines()

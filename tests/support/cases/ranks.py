@@ -52,7 +52,6 @@ def _answer(*, case: str, keywords: dict[str, Any]) -> dict[str, Any]:
 
 
 def gathered(value: Any) -> list[Any]:
-    """Return the value of every rank."""
     values: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(values, value)
     return values

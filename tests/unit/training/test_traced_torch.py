@@ -288,8 +288,6 @@ def test_state_without_tensors_is_refused():
 
 
 class Scheduled:
-    """A DeviceState with one number."""
-
     def __init__(self):
         self.number = torch.zeros(())
         self.refreshed = 0

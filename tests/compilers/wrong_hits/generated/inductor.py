@@ -334,7 +334,6 @@ with SWITCH:
 
 
 def text(parts: Mapping[str, str], layout: random.Random) -> str:
-    """Return the text of a program."""
     holder = parts["holder"].replace("VALUE", parts["value"])
     definition = _DEFINITION.replace("BODY", parts["body"])
     rest = _REST

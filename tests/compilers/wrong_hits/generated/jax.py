@@ -375,7 +375,6 @@ CALL
 
 
 def text(parts: Mapping[str, str], layout: random.Random) -> str:
-    """Return the text of a program."""
     rest = _REST
     for name in (
         "environment",

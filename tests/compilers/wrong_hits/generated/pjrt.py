@@ -28,12 +28,10 @@ AXES = programs.AXES | {"setting": _SETTINGS, "place": _PLACES}
 
 
 def meaning(chosen: dict[str, str]) -> object:
-    """Return all choices."""
     return chosen
 
 
 def text(parts: Mapping[str, str], layout: random.Random) -> str:
-    """Return the text of a program."""
     chosen = {
         axis: next(name for name, part in names.items() if part == parts[axis])
         for axis, names in AXES.items()

@@ -288,7 +288,6 @@ torch_xla.sync()
 
 
 def text(parts: Mapping[str, str], layout: random.Random) -> str:
-    """Return the text of a program."""
     names = {code: _SAME_SETTINGS.get(name, name) for name, code in SETTINGS.items()}
     way = parts["way"].replace("OPERATION", parts["operation"])
     rest = _REST.replace("SETTING_NAME", repr(names[parts["setting"]]))

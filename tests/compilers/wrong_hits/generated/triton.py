@@ -151,7 +151,6 @@ with environment(VARIABLES):
 
 
 def text(parts: Mapping[str, str], layout: random.Random) -> str:
-    """Return the text of a program."""
     read, _, expression = parts["read"].replace("VALUE", parts["value"]).rpartition("EXPRESSION ")
     # The kernels come first, because Triton's key contains the line number of a function.
     kernel = _KERNEL.replace("DECORATED", parts["decorated"]).replace("EXPRESSION", expression)

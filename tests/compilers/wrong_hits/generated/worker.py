@@ -24,7 +24,6 @@ __all__: list[str] = []
 
 
 def main() -> None:
-    """Answer for every program."""
     name, pairs, seed = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     output = os.dup(1)
     os.dup2(2, 1)  # compilers may print to standard output
