@@ -32,6 +32,7 @@ __all__ = [
     "RunName",
     "RunReport",
     "RunSums",
+    "RunTimes",
 ]
 
 MAX_RUN_COUNTS: Final = 32
@@ -119,6 +120,25 @@ class RunReport(RequestModel):
     misses: Items[RunMiss] = Field(default=(), max_length=MAX_RUN_MISSES)
 
 
+class RunTimes(WireModel):
+    """When a process was ready, in seconds since its start.
+
+    These are query parameters of a report, because servers of earlier releases refuse unknown
+    fields of the body and ignore unknown parameters. None if the process does not report the time.
+    """
+
+    first_step_seconds: Seconds | None = Field(
+        default=None,
+        description="until the training loop of graphstash (`train`) had made its first step: all "
+        "programs of the step were there, and the device may still have computed it",
+    )
+    last_program_seconds: Seconds | None = Field(
+        default=None,
+        description="until the process had found or compiled the last program that it needed; "
+        "this may be long after its first step",
+    )
+
+
 class RunSums(NamedTuple):
     """What the cache did in a run, summed over all kinds and device types. See `RunCounts`."""
 
@@ -155,6 +175,14 @@ class Run(WireModel):
     seconds: float
     processes: Count
     saved_wall_seconds: float = Field(description="maximum over the processes")
+    first_step_seconds: float | None = Field(
+        default=None,
+        description="maximum over the processes that report it, see `RunTimes`; null: none does",
+    )
+    last_program_seconds: float | None = Field(
+        default=None,
+        description="maximum over the processes that report it, see `RunTimes`; null: none does",
+    )
     counts: Items[RunCounts] = Field(
         default=(),
         description="pairs with the most hits, misses and fallbacks, `MAX_RUN_COUNTS` at most",

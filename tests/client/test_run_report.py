@@ -4,12 +4,13 @@ import json
 import socket
 import sys
 from datetime import UTC, datetime
+from urllib.parse import parse_qsl, urlsplit
 
 import httpx
 import pytest
 
 from graphstash._process.run_report import fitting
-from graphstash_schema.run import MAX_RUN_BYTES, MAX_RUN_MISSES, RunMiss, RunReport
+from graphstash_schema.run import MAX_RUN_BYTES, MAX_RUN_MISSES, RunMiss, RunReport, RunTimes
 from support.build_job import BUILD
 from support.host import key
 from support.hostile import Middlebox
@@ -78,6 +79,38 @@ def test_process_reports_its_compilations_and_its_hits(run, recorder, namespace)
     assert miss.cause
     assert second.headers["graphstash-job"] == "mine"
     assert not any(b"hunter2" in request.body for request in recorder.requests)
+
+
+TRAINING = """
+import torch
+from graphstash.training import SGD, train
+
+build(1)
+model = torch.nn.Linear(2, 1)
+batches = [torch.ones(1, 2)] * 3
+for _ in range(2):
+    train(model, SGD(model.parameters(), lr=0.1), batches, steps=3, loss=lambda of, x: of(x).sum())
+    build(2)
+"""
+
+
+def test_report_tells_when_first_step_of_training_loop_and_last_program_were_ready(
+    run, recorder, server, namespace
+):
+    run("a", "1", options=("--job", "mine"))
+    run("a", code=BUILD + TRAINING, options=("--job", "mine"))
+
+    times = [
+        RunTimes.model_validate(dict(parse_qsl(urlsplit(each.path).query)))
+        for each, _ in reports_in(recorder)
+    ]
+    assert times[0].first_step_seconds is None
+    assert 0 < times[0].last_program_seconds < reports_in(recorder)[0][1].seconds
+    assert 0 < times[1].first_step_seconds < times[1].last_program_seconds
+    url = f"{server.url}/v1/{namespace}/runs"
+    listed = httpx.get(url, params={"job": "mine"}, timeout=30).json()["runs"]
+    reported = [(each["first_step_seconds"], each["last_program_seconds"]) for each in listed]
+    assert reported == [tuple(each.model_dump().values()) for each in reversed(times)]
 
 
 @pytest.mark.parametrize("is_used", [True, False])

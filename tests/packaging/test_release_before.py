@@ -243,6 +243,8 @@ def test_client_of_one_release_works_with_a_server_of_the_other(before, now, upg
         assert (granted[0], ready[0], freed[0]) == ("granted", "ready", "granted")
         assert answers[3:5] == ["renewed", True]
         assert answers[7:] == [None, [True, False], None, [2, 0]]
+        # The release before has no time to the first step.
+        assert here.client(("report_run", "run-1"), **mine) == [[1, None]]
         found, missing, mine_of_them, manifest = there.client(
             ("lookup", 1, 2), ("lookup", 9), ("get", 2), ("manifest", "train"), **colleague
         )

@@ -8,7 +8,7 @@ import pytest
 import sqlalchemy as sa
 
 from graphstash_schema import AuditAction, Digest, LeaseRequest, LeaseState
-from graphstash_schema.run import RunName, RunReport
+from graphstash_schema.run import RunName, RunReport, RunTimes
 from graphstash_server.db import tables
 from graphstash_server.db.database_clock import DatabaseClock
 from graphstash_server.db.engine import Database
@@ -316,7 +316,8 @@ async def test_records_of_a_late_clock_outlive_its_correction(opened):
         await server.acquire(1)
         await server.use()
         report = RunReport(started_at=opened.clock(), seconds=1.0)
-        await context.runs.put(key_of().namespace, RunName("x"), RunName("0"), report, writer="w")
+        run, process = RunName("x"), RunName("0")
+        await context.runs.put(key_of().namespace, run, process, report, RunTimes(), writer="w")
         issued = await new_token(context.tokens)
         await context.tokens.revoke(issued.info.id, actor=ACTOR)
         before = await count_records(server)

@@ -5,7 +5,7 @@ import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import partial
 
 import httpx
@@ -121,13 +121,30 @@ def test_job_page_compares_runs_and_run_page_lists_causes(reader, used):
         text_of(job).replace(" .", ".").replace(" :", ":")
     )
     assert "Hit rate of each of the last 2 runs" in job
+    assert "Time to the first step of each of the last 2 runs" in job
+    slower = "The latest run made its first step after 1 min 4 s, 26 s later than the run before"
+    assert f"{slower} (38 s): see why" in text_of(job)
+    assert "First step after 1 min 4 s" in run
     for number in (1, 2):
         used.report(f"hits-{number}", job="hits")
     job = reader.get(f"/jobs/{namespace}/hits").text
     assert "Hit rate of each of the last 2 runs" in job
     assert "Programs compiled in each" not in job
+    assert "Time to the" not in job
     for text in (CAUSE, "cause unknown", "jit(init)", "2 of 50 programs", "2 misses"):
         assert text in run, text
+
+
+def test_job_page_compares_last_programs_of_runs_without_training_loop(reader, used):
+    for number, seconds in enumerate((9.0, 40.0, 10.0, 10.9)):
+        age = timedelta(hours=4 - number)
+        used.report(f"loop-{number}", job="loop", age=age, last_program_seconds=seconds)
+    path = f"/jobs/{used.namespace}/loop"
+    job = text_of(reader.get(path).text)
+    assert "had its last program after 11 s; the median of the 3 runs before: 10 s." in job
+    assert "Time to the last program of each of the last 4 runs" in reader.get(path).text
+    used.report("loop-4", job="loop")  # of an earlier release
+    assert "had its last program" not in text_of(reader.get(path).text)
 
 
 def test_search_finds_by_label_fingerprint_user_and_toolchain(reader, used):

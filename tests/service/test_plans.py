@@ -199,7 +199,8 @@ def arguments_of(count):
     token = TokenInfo(
         id="new", description="", grants=(Grant.parse("read:*"),), created_at=NOW, created_by="5"
     )
-    report = ReportRow(BENCH, RUN, "new", "5", "5", NOW, 512, "", "", NOW, 1.0, 0.0, "[]", "[]")
+    seconds = (1.0, 0.0, 1.0, None)
+    report = ReportRow(BENCH, RUN, "new", "5", "5", NOW, 512, "", "", NOW, *seconds, "[]", "[]")
     places = {
         order: Place(4096 if order is ListOrder.SIZE else at(100), fingerprint(100), "jax", "cpu")
         for order in ListOrder

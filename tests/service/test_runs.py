@@ -20,6 +20,7 @@ from graphstash_schema.run import (
     Run,
     RunName,
     RunReport,
+    RunTimes,
 )
 from graphstash_server.db.tables import runs
 from graphstash_server.errors import ServerError
@@ -54,8 +55,9 @@ class Runs:
         self.path = f"/v1/{namespace}/runs"
         self.namespace = namespace
 
-    def report(self, run, process="0", **fields):
-        return self.http.put(f"{self.path}/{run}/{process}", json=report_of(**fields))
+    def report(self, run, process="0", times=None, **fields):
+        path = f"{self.path}/{run}/{process}"
+        return self.http.put(path, json=report_of(**fields), params=times)
 
     def get(self, run):
         return self.http.get(f"{self.path}/{run}")
@@ -107,6 +109,26 @@ def test_a_run_is_the_sum_of_its_processes(reports):
     assert (other.key.fingerprint, other.seconds) == (key_of(2).fingerprint, 4.0)
     assert (missed.key.fingerprint, missed.seconds) == (key_of(1).fingerprint, 3.0)
     assert (missed.label, missed.cause) == ("jit(step)", "new program")
+
+
+@pytest.mark.sql
+def test_run_is_ready_when_its_slowest_process_is(reports, problem):
+    reports.report("run-1", "a", {"first_step_seconds": 20.5, "last_program_seconds": 300})
+    reports.report("run-1", "b", {"first_step_seconds": 31, "a_later_parameter": "x"})
+    reports.report("run-1", "launcher")
+    reports.report("run-2")
+    for answer in (reports.get("run-1"), reports.http.get(reports.path, params={"limit": 2})):
+        found = answer.json()
+        run = found["runs"][1] if "runs" in found else found
+        assert (run["first_step_seconds"], run["last_program_seconds"]) == (31.0, 300.0)
+    run = reports.get("run-2").json()
+    assert (run["first_step_seconds"], run["last_program_seconds"]) == (None, None)
+
+    reports.report("run-1", "b", {"first_step_seconds": 9})  # replaces the report of its process
+    assert reports.get("run-1").json()["first_step_seconds"] == 20.5
+    for wrong in ("-1", "nan", "inf", "1e10", "soon"):
+        refused = reports.report("run-1", "b", {"first_step_seconds": wrong})
+        problem(refused, 400, "invalid_request", "first_step_seconds")
 
 
 def test_the_list_has_the_latest_first_and_a_report_replaces_that_of_its_process(reports):
@@ -228,7 +250,8 @@ class Bounded:
     async def report(self, run, process="0", *, writer="me", namespace=TEAM, **fields):
         self.clock.turn(1)
         report = RunReport.model_validate(report_of(**fields))
-        await self.service.put(namespace, RunName(run), RunName(process), report, writer=writer)
+        names = namespace, RunName(run), RunName(process)
+        await self.service.put(*names, report, RunTimes(), writer=writer)
 
     async def of(self, writer=None):
         """Names of runs, all or those of a caller."""

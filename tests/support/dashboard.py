@@ -86,8 +86,9 @@ class Team:
         program: str = "train.py",
         producer: str = "ana@node04:4711",
         age: timedelta = timedelta(0),
+        **times: float,
     ) -> None:
-        """Report a run with misses; each miss has a key, a label and a cause."""
+        """Report a run with misses (key, label, cause), and with the fields of `RunTimes`."""
         missed: list[dict[str, Any]] = [
             {"key": asdict(key), "label": label, "cause": cause, "seconds": 12.5}
             for key, label, cause in misses
@@ -112,7 +113,8 @@ class Team:
             "counts": [counts],
             "misses": missed,
         }
-        self._ok(self.http.put(f"/v1/{self.namespace}/runs/{run}/p0", json=body))
+        path = f"/v1/{self.namespace}/runs/{run}/p0"
+        self._ok(self.http.put(path, json=body, params=times))
 
     def hold(self, number: int, holder: str = "ben@node11:99") -> None:
         path = key_of(number).lease_path(self.namespace)
@@ -129,8 +131,9 @@ class Team:
         self.get(key_of(99))
         named = [asdict(key), asdict(near)]
         self._ok(self.http.put(f"/v1/{self.namespace}/manifests/{JOB}", json={"keys": named}))
-        self.report("run-1", age=timedelta(hours=20))
-        self.report("run-2", (near, LABEL, CAUSE), (key_of(98), "jit(init)", ""))
+        self.report("run-1", age=timedelta(hours=20), first_step_seconds=38.0)
+        misses = (near, LABEL, CAUSE), (key_of(98), "jit(init)", "")
+        self.report("run-2", *misses, first_step_seconds=64.0, last_program_seconds=61.0)
         self.hold(97)
         return key
 

@@ -156,9 +156,16 @@ class Stats:
 
 
 class Counters:
-    """The counters of this process. Thread-safe."""
+    """The counters of this process. Thread-safe.
+
+    Attributes:
+        first_step_at: `time.monotonic` after the first step of the training loop, or None.
+        last_program_at: `time.monotonic` after the last hit or compilation, or None.
+    """
 
     def __init__(self) -> None:
+        self.first_step_at: float | None = None
+        self.last_program_at: float | None = None
         self._lock = threading.RLock()  # guards the fields below, also against signal handlers
         self._sums: Counter[str] = Counter()
         self._by_kind: dict[tuple[str, str], Counter[str]] = {}
@@ -176,7 +183,8 @@ class Counters:
         """Count a hit of the calling thread, whose look-up began at this `time.monotonic`."""
         with self._lock:
             self._count(key, **{f"hits_{source}": 1}, saved_compile_seconds=compile_seconds)
-            self._saved.hit(began, monotonic(), compile_seconds=compile_seconds)
+            self.last_program_at = ended = monotonic()
+            self._saved.hit(began, ended, compile_seconds=compile_seconds)
 
     def miss(self, key: "ArtifactKey") -> None:
         with self._lock:
@@ -191,7 +199,14 @@ class Counters:
         """Count a compilation that the calling thread has just finished."""
         with self._lock:
             self._count(key, compile_seconds=seconds)
-            self._saved.compiled(monotonic(), seconds=seconds)
+            self.last_program_at = ended = monotonic()
+            self._saved.compiled(ended, seconds=seconds)
+
+    def step(self) -> None:
+        """Record the time of a step, if it is the first one."""
+        with self._lock:
+            if self.first_step_at is None:
+                self.first_step_at = monotonic()
 
     def fallback(self, reason: Reason) -> bool:
         """Count a fallback and return whether it is the first one for this reason."""

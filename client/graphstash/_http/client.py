@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from graphstash_schema.history import History
     from graphstash_schema.lease import HeldLeases
     from graphstash_schema.listing import ArtifactList, ArtifactQuery, ListedArtifact
-    from graphstash_schema.run import Run, RunList, RunName, RunReport
+    from graphstash_schema.run import Run, RunList, RunName, RunReport, RunTimes
     from graphstash_schema.withdrawals import WithdrawalList, WithdrawalQuery
 
 __all__ = ["ServerClient"]
@@ -370,11 +370,20 @@ class ServerClient:
         with self._writing():
             self._transport.call("PUT", self._manifest_path(name), json=body)
 
-    def report_run(self, run: RunName, process: RunName, report: RunReport) -> None:
-        """Store the report of one process of a run. A repeated report replaces the earlier one."""
+    def report_run(
+        self, run: RunName, process: RunName, report: RunReport, times: RunTimes
+    ) -> None:
+        """Store the report of one process of a run. A repeated report replaces the earlier one.
+
+        Servers of earlier releases ignore `times`.
+        """
+        from urllib.parse import urlencode
+
+        path = f"{API_PREFIX}/{self.config.namespace}/runs/{run}/{process}"
+        query = urlencode(times.model_dump(exclude_none=True))
         self._transport.call(
             "PUT",
-            f"{API_PREFIX}/{self.config.namespace}/runs/{run}/{process}",
+            f"{path}?{query}" if query else path,
             json=report.model_dump_json().encode(),
         )
 

@@ -26,9 +26,10 @@ from graphstash_schema.run import (
     RunMiss,
     RunName,
     RunReport,
+    RunTimes,
 )
 
-__all__ = ["RunName", "fitting", "name_of_process", "report_of"]
+__all__ = ["RunName", "fitting", "name_of_process", "report_of", "times_of"]
 
 _HOST_CHARACTERS: Final = 40
 
@@ -49,6 +50,20 @@ def report_of(
         misses=tuple(_misses(cache, causes)),
     )
     return fitting(report)
+
+
+def times_of(cache: CompileCache) -> RunTimes:
+    """Return when this process was ready: its first step and its last program so far."""
+    age, now = max(0.0, time.time() - _started_at()), time.monotonic()
+
+    def since_start(at: float | None) -> float | None:
+        return None if at is None else max(0.0, age - (now - at))
+
+    counters = cache.counters
+    return RunTimes(
+        first_step_seconds=since_start(counters.first_step_at),
+        last_program_seconds=since_start(counters.last_program_at),
+    )
 
 
 def fitting(report: RunReport) -> RunReport:

@@ -51,6 +51,7 @@ __all__ = [
     "get_or_compile",
     "install",
     "open_cache",
+    "record_step",
     "stats",
     "uninstall",
 ]
@@ -168,6 +169,10 @@ class Session:
     def stats(self) -> Stats:
         """Return the counters of this process so far."""
         return self._counters.snapshot()
+
+    def record_step(self) -> None:
+        """Record when this process made its first step. Later steps change nothing."""
+        self._counters.step()
 
     def add_hook(self, name: str) -> None:
         """Install a hook, unless this was tried before. A failure is only logged."""
@@ -437,7 +442,8 @@ class Session:
         try:
             report = run_report.report_of(cache, job=self.job, causes=causes)
             process = run_report.name_of_process()
-            cache.stash.server.report_run(run_report.RunName(self.run), process, report)
+            times = run_report.times_of(cache)
+            cache.stash.server.report_run(run_report.RunName(self.run), process, report, times)
         except Exception as error:  # noqa: BLE001 - the job has ended; reporting must not fail it
             _log.debug("the run is not reported: %s", error)
             return None
@@ -562,6 +568,13 @@ def stats() -> Stats:
     """Return the counters of this process so far. Without a session, all are 0."""
     with _lock:
         return _current.stats() if _current is not None else Stats()
+
+
+def record_step() -> None:
+    """Record when this process made its first step. Without a session, do nothing."""
+    with _lock:
+        if _current is not None:
+            _current.record_step()
 
 
 def open_cache() -> "CompileCache | None":

@@ -15,6 +15,7 @@ from graphstash_schema.run import (
     RunList,
     RunName,
     RunReport,
+    RunTimes,
 )
 from graphstash_server.api.bodies import parameters_of, read_model, read_query
 from graphstash_server.api.calls import KEY_ERRORS, Calls, NamespaceCall, in_namespace, json_answer
@@ -50,6 +51,7 @@ def _hidden(request: Request) -> ServerError:
     "PUT",
     _PATH + "/{run}/{process}",
     needs=in_namespace(Scope.READ),
+    query=parameters_of(RunTimes),
     body=RunReport,
     answers={204: {"description": "stored, in place of what the process reported before"}},
     refuses=[*KEY_ERRORS, ErrorCode.CONFLICT, ErrorCode.INSUFFICIENT_STORAGE],
@@ -60,8 +62,11 @@ async def put_report(call: NamespaceCall) -> Response:
     """
     words = call.request.path_params
     run, process = RunName(words["run"]), RunName(words["process"])
+    times = read_query(call, RunTimes)
     report = await read_model(call, RunReport, max_bytes=MAX_RUN_BYTES)
-    await call.context.runs.put(call.namespace, run, process, report, writer=call.principal.party)
+    await call.context.runs.put(
+        call.namespace, run, process, report, times, writer=call.principal.party
+    )
     return Response(status_code=204)
 
 

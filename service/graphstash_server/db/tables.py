@@ -376,6 +376,8 @@ runs = Table(
     Column("saved_wall_seconds", Double, nullable=False),
     Column("counts", Text, nullable=False, comment="JSON"),
     Column("misses", Text, nullable=False, comment="JSON"),
+    Column("first_step_seconds", Double, nullable=True, comment="null: not reported"),
+    Column("last_program_seconds", Double, nullable=True, comment="null: not reported"),
     Index(None, "namespace", "reported_at", "run", "size_bytes"),
     Index(None, "namespace", "job", "reported_at", "run"),
     Index(None, "writer", "reported_at", "size_bytes"),

@@ -234,7 +234,10 @@ class _Run:
     ) -> None:
         if self._is_stopping(signals):
             return
+        from graphstash._process.session import record_step
+
         stops_between = self.checkpoints is None and self.parallel.world == 1
+        resumed_from = self.done
         while self.done < self.options.steps:
             if self.parallel.world == 1 and (self.stop_requested or signals.received):
                 # The position in the data is after the loaded batches. A checkpoint now would lose
@@ -249,6 +252,8 @@ class _Run:
                 self.options.schedule.step()
             self.done += 1
             self.in_step = False
+            if self.done == resumed_from + 1:
+                record_step()
             if self.steps_are_seen:
                 self._make_waiting_updates()
             self._notify(lambda callback: callback.on_step(self.done))

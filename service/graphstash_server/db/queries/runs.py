@@ -41,6 +41,8 @@ class ReportRow(NamedTuple):
     started_at: datetime
     seconds: float
     saved_wall_seconds: float
+    first_step_seconds: float | None
+    last_program_seconds: float | None
     counts: str
     misses: str
 

@@ -33,6 +33,7 @@ from graphstash_schema.run import (
     RunMiss,
     RunName,
     RunReport,
+    RunTimes,
 )
 from graphstash_schema.stats import MAX_COUNT
 from graphstash_server.clock import Ago, Clock, parsed_time
@@ -99,6 +100,7 @@ class RunService:
         run: RunName,
         process: RunName,
         report: RunReport,
+        times: RunTimes,
         *,
         writer: str,
     ) -> None:
@@ -133,6 +135,8 @@ class RunService:
             started_at=report.started_at,
             seconds=report.seconds,
             saved_wall_seconds=report.saved_wall_seconds,
+            first_step_seconds=times.first_step_seconds,
+            last_program_seconds=times.last_program_seconds,
             counts=counts,
             misses=misses,
         )
@@ -282,9 +286,15 @@ def _sum(reports: Sequence[ReportRow]) -> Run:
         seconds=max(each.seconds for each in reports),
         processes=len(reports),
         saved_wall_seconds=max(each.saved_wall_seconds for each in reports),
+        first_step_seconds=_maximum(each.first_step_seconds for each in reports),
+        last_program_seconds=_maximum(each.last_program_seconds for each in reports),
         counts=_sum_counts(count for each in reports for count in from_json(each.counts)),
         misses=_longest(miss for each in reports for miss in from_json(each.misses)),
     )
+
+
+def _maximum(seconds: Iterable[float | None]) -> float | None:
+    return max((each for each in seconds if each is not None), default=None)
 
 
 _SUMMED: Final = [name for name in RunCounts.model_fields if name not in ("kind", "device_type")]
