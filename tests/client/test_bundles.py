@@ -15,7 +15,8 @@ from graphstash._replacing import replacing
 from graphstash.errors import BusyError, TransportError
 from graphstash_schema import ArtifactKey, ArtifactMetadata
 from graphstash_schema.explanation import described
-from support.waiting import until
+from support.processes import graphstash_on_terminal
+from support.waiting import until, variables_of
 
 DEVICE = "cpu-x86_64-0123456789abcdef"
 
@@ -112,6 +113,19 @@ def test_an_export_replaces_nothing_but_a_file(filled, command, tmp_path):
     assert list(tmp_path.glob("pipe*")) == [pipe]
     with pytest.raises(OSError, match="not a regular file"), replacing(pipe):
         pytest.fail("it would replace the pipe")
+
+
+def test_long_commands_show_progress_on_a_terminal(filled, config, file):
+    filled()
+    variables = variables_of(config("reader")) | {"COLUMNS": "120"}
+    for arguments, last in (
+        (("export", file), r"writing .* [\d.]+/[\d.]+ "),
+        (("import", file), r"importing .* [\d.]+/[\d.]+ "),
+        (("ls", "--sort", "compile"), r"reading the list .* 3/"),
+    ):
+        status, shown = graphstash_on_terminal(*arguments, **variables)
+        assert status == 0, shown
+        assert re.search(last, shown), shown
 
 
 def test_export_is_repeatable_and_removes_nothing_but_its_own_downloads(
