@@ -65,11 +65,16 @@ def objects(s3, bucket):
     return [each["Key"].rpartition("/")[2] for each in found]
 
 
-async def lose_deletion(server, proxy):
-    """Delete the artifact. The proxy holds the request to S3 until the sender times out."""
+def hold_deletion(proxy):
+    """Let the proxy hold the next deletion until the test calls `let_it_arrive`."""
     proxy.fault = S3Fault.HOLD
     proxy.strikes = lambda seen: seen.method == "DELETE"
     proxy.left = 1
+
+
+async def lose_deletion(server, proxy):
+    """Delete the artifact. The proxy holds the request to S3 until the sender times out."""
+    hold_deletion(proxy)
     with pytest.raises(ServerError):
         await server.context.artifacts.delete(key_of(1), actor=ACTOR)
 
@@ -121,6 +126,28 @@ async def test_deletion_delayed_by_an_hour_deletes_nothing_published_since(
         # No object remains under any name.
         assert await two.context.artifacts.delete(key_of(2), actor=ACTOR)
         assert objects(s3, bucket) == []
+
+
+@pytest.mark.sql
+@pytest.mark.parametrize(
+    ("s3", "database_url"), [("moto", "sqlite"), ("moto", "postgresql")], indirect=True
+)
+async def test_first_attempt_of_repeated_deletion_deletes_nothing_published_since(
+    opened, proxy, s3, bucket, monkeypatch
+):
+    """S3 answers the second attempt of the same call, and carries out the first one later."""
+    monkeypatch.setattr(bucket_module, "_ATTEMPTS", 2)
+    async with opened("one") as one, opened("two") as two:
+        assert await one.put(b"blob", 1)
+        hold_deletion(proxy)
+        assert await one.context.artifacts.delete(key_of(1), actor=ACTOR)
+        assert proxy.count("DELETE") == 2
+        assert objects(s3, bucket) == []
+
+        assert await two.put(b"blob", 1)
+        let_it_arrive(proxy)
+        for server in (one, two):
+            assert await server.get(1) == b"blob"
 
 
 ON_EACH = pytest.mark.parametrize(

@@ -91,8 +91,10 @@ class BlobStore(Protocol):
         ...
 
     @abstractmethod
-    async def delete(self, digest: Digest, *, generation: int = 0) -> None:
-        """Delete a blob, if it exists, under all its names up to `generation`."""
+    async def delete(self, digest: Digest, *, generation: int = 0) -> bool:
+        """Delete a blob, if it exists, under all its names up to `generation`. Return whether no
+        request is left that may still delete these names later.
+        """
         ...
 
     def use_generation(self, digest: Digest, generation: int) -> bool:

@@ -113,9 +113,10 @@ class DiskBlobStore(BlobStore):
             return file.size_bytes
         return await self._read(lambda: self._present(_size(self._path(digest))))
 
-    async def delete(self, digest: Digest, *, generation: int = 0) -> None:
+    async def delete(self, digest: Digest, *, generation: int = 0) -> bool:
         """Remove the file, see `BlobStore.delete`."""
         await self._write(lambda: self._path(digest).unlink(missing_ok=True))
+        return True
 
     async def list(self, *, before: datetime | None = None) -> AsyncIterator[Digest]:
         """Yield the digests, see `BlobStore.list`. Reads one of 256 shard directories at a time."""

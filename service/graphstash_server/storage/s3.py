@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Final, TypeVar
 
+from botocore.exceptions import ClientError
 from s3transfer.manager import TransferConfig, TransferManager
 
 from graphstash_schema import Digest, ErrorCode, InvalidValueError
@@ -227,12 +228,15 @@ class S3BlobStore(BlobStore):
                 return size_bytes
         return None
 
-    async def delete(self, digest: Digest, *, generation: int = 0) -> None:
-        """See `BlobStore.delete`."""
-        remove = partial(self._client.delete_object, Bucket=self._bucket.name)
+    async def delete(self, digest: Digest, *, generation: int = 0) -> bool:
+        """See `BlobStore.delete`. A response to the last attempt does not tell whether an earlier
+        attempt, which got none, is still under way.
+        """
+        is_final = True
         for each in range(generation + 1):
-            request = partial(remove, Key=self._key(digest, each))
-            await self._bucket.call("delete a blob", partial(self._bucket.unless_absent, request))
+            request = partial(self._delete, self._key(digest, each))
+            is_final &= await self._bucket.call("delete a blob", request)
+        return is_final
 
     def use_generation(self, digest: Digest, generation: int) -> bool:
         """See `BlobStore.use_generation`."""
@@ -330,6 +334,22 @@ class S3BlobStore(BlobStore):
                 ContentLength=digest.size_bytes,
                 ChecksumSHA256=base64.b64encode(bytes.fromhex(digest.sha256)).decode(),
             )
+
+    def _delete(self, key: str) -> bool:
+        """Delete one object. Return whether one attempt sufficed. Blocks."""
+        response: Mapping[str, Any] = {}
+
+        def send() -> Mapping[str, Any]:
+            nonlocal response
+            try:
+                response = self._client.delete_object(Bucket=self._bucket.name, Key=key)
+            except ClientError as error:
+                response = error.response
+                raise
+            return response
+
+        self._bucket.unless_absent(send)
+        return not response["ResponseMetadata"]["RetryAttempts"]
 
     def _open(self, digest: Digest) -> ObjectReader | None:
         for key in self._keys(digest):

@@ -182,10 +182,11 @@ class TieredBlobStore(BlobStore):
         """Check the back, see `BlobStore.stat`."""
         return await self._back.stat(digest, is_newest=is_newest)
 
-    async def delete(self, digest: Digest, *, generation: int = 0) -> None:
+    async def delete(self, digest: Digest, *, generation: int = 0) -> bool:
         """Remove the blob and its copy, see `BlobStore.delete`."""
-        await self._back.delete(digest, generation=generation)
+        is_final = await self._back.delete(digest, generation=generation)
         await self._drop(digest)
+        return is_final
 
     def use_generation(self, digest: Digest, generation: int) -> bool:
         """Pass the generation to the back, see `BlobStore.use_generation`."""

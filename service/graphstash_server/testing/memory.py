@@ -64,8 +64,9 @@ class MemoryBlobStore(BlobStore):
         blob = self.blobs.get(digest.sha256)
         return len(blob) if blob is not None else None
 
-    async def delete(self, digest: Digest, *, generation: int = 0) -> None:
+    async def delete(self, digest: Digest, *, generation: int = 0) -> bool:
         self.blobs.pop(digest.sha256, None)
+        return True
 
     async def list(self, *, before: datetime | None = None) -> AsyncIterator[Digest]:
         for sha256, blob in sorted(self.blobs.items()):

@@ -186,14 +186,20 @@ async def abandon_deletion(connection: AsyncConnection, digest: Digest) -> None:
 
 
 async def end_deletions(
-    connection: AsyncConnection, digests: Sequence[Digest], *, held_until: datetime
+    connection: AsyncConnection,
+    digests: Sequence[Digest],
+    *,
+    retried: Sequence[Digest] = (),
+    held_until: datetime,
 ) -> None:
-    """Remove the marks of deleted blobs whose claim ends at `held_until`. If an earlier claim ended
-    without a response of the store, the next upload of the blob uses a new name.
+    """Remove the marks of deleted blobs whose claim ends at `held_until`. If the store has not
+    responded to an earlier claim, or to a request of a blob in `retried`, the next upload of the
+    blob uses a new name.
     """
     if digests:
         where = and_(_is_of(digests), deletions.c.claimed_until == held_until)
-        await _remove(connection, where, is_unconfirmed=deletions.c.unconfirmed)
+        is_unconfirmed = or_(deletions.c.unconfirmed, _is_of(retried))
+        await _remove(connection, where, is_unconfirmed=is_unconfirmed)
 
 
 async def _remove(

@@ -13,10 +13,11 @@ deleted. Other servers may do the same at any time. The rules are:
   the blob in the store (`services.artifacts.uploads`).
 - An upload first removes the mark of its blob, and waits for the end of a claim. A process never
   claims a blob that it is uploading, even if room for the upload evicts an artifact with this blob.
-- If a claim ends without confirmation that the blob is deleted, the request to the store may still
-  be under way, for an unlimited time. The blob's name in the store is then never used again: the
-  next upload or final deletion of the blob increments its generation. A deletion names the
-  generation that was valid when the blob was claimed, so it never hits a newer one.
+- If a claim ends without confirmation that the blob is deleted, or the store answered only a
+  repeated request, a request may still be under way, for an unlimited time. The blob's name in the
+  store is then never used again: the next upload or final deletion of the blob increments its
+  generation. A deletion names the generation that was valid when the blob was claimed, so it never
+  hits a newer one.
 
 A committed row therefore always has its blob. The only possible failure is that another process
 deleted the blob that an upload stored. That upload is refused with 503, and nothing was
@@ -255,6 +256,7 @@ class BlobCollector:
         store. If this process was frozen and its claims ended, the marks stay.
         """
         deleted: list[Digest] = []
+        retried: list[Digest] = []  # deleted, but an earlier request may still delete that name
         failure: ServerError | None = None
         late: Sequence[Digest] = ()
         for number, digest in enumerate(digests):
@@ -264,16 +266,17 @@ class BlobCollector:
             generation = generations.get(digest.sha256, 0)
             try:
                 async with asyncio.timeout(_DELETE_SECONDS):
-                    await self.blobs.delete(digest, generation=generation)
+                    is_final = await self.blobs.delete(digest, generation=generation)
             except TimeoutError:
                 failure = _not_deleted(digest, f" within {_DELETE_SECONDS:g} s")
             except ServerError as error:
                 failure = error
             else:
                 deleted.append(digest)
+                retried += [] if is_final else [digest]
         if deleted:
             async with self.database.writing() as connection:
-                await end_deletions(connection, deleted, held_until=held_until)
+                await end_deletions(connection, deleted, retried=retried, held_until=held_until)
         if not late:
             return _Deleted(deleted, failure)
         if late == digests:
