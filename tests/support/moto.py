@@ -109,4 +109,5 @@ class Moto(AnyS3):
 
     def __exit__(self, *_: object) -> None:
         self.client.close()
-        self._process.communicate(timeout=10)
+        self._process.kill()
+        self._process.communicate()
