@@ -3,11 +3,13 @@
 import random
 import threading
 import time
+from functools import partial
 from typing import NamedTuple
 
 import httpx
 
 from chaos.cluster import KEEP, TIGHT
+from chaos.damage import LOSSES, Damage, UnharmedError, damaged_body, lose, read_part
 from chaos.model import ViolationError
 from graphstash_schema import ArtifactMetadata, Digest
 from support.guarded_server import DEVICE, fingerprint, keys
@@ -36,6 +38,13 @@ WINDOW = 16
 _VARIANTS = (0, 1)
 """What a key may get: compilers are not reproducible."""
 
+_DAMAGED_VARIANTS = (*_VARIANTS, 2)
+"""Variants that damaged uploads announce. No other upload has the last one, so the server must
+never serve it."""
+
+_LOSS_SHARE = 0.5
+"""Share of requests that meet one of `LOSSES`."""
+
 
 def artifact_path(namespace, number, what="artifacts"):
     return f"/v1/{namespace}/{what}/jax/{DEVICE}/{fingerprint(number)}"
@@ -56,7 +65,9 @@ class Caller:
         self._leases = []
         self._acts = {
             self._put: 30,
+            self._put_damaged: 20,
             self._get: 30,
+            self._abandon: 10,
             self._get_range: 8,
             self._head: 6,
             self._lookup: 6,
@@ -80,15 +91,40 @@ class Caller:
         newest = self._load.newest
         return self._pick.randrange(newest - WINDOW if is_new else 0, newest)
 
-    def _send(self, call, method, path, *, allowed, **request):
-        """One request; None when there was no answer, or 503."""
+    def _send(self, call, method, path, *, allowed, losses=LOSSES, **request):
+        """Send a request whose answer may get lost. Return the answer, or `_Silent`."""
+        if self._pick.random() < _LOSS_SHARE:
+            loss = self._pick.choice(losses)
+            silent = self._lose(call, method, path, loss, **request)
+            if loss is not Damage.TWICE or silent.goes_on_seconds:
+                return silent
+        return self._ask(call, method, path, allowed=allowed, **request)
+
+    def _lose(self, call, method, path, damage, **request):
+        """Send a request that meets a damage and gets no answer."""
+        send = partial(lose, damage=damage, pick=self._pick, timeout=TIMEOUT_SECONDS)
+        silent = self._try(call, method, path, send, **request)
+        if silent is None:
+            self._load.struck[damage] += 1
+            silent = _Silent(_AFTER_A_TIMEOUT_SECONDS if damage is Damage.GONE else 0)
+        return silent
+
+    def _try(self, call, method, path, send, **request):
+        """Return what `send` returns for a request, or `_Silent`."""
         url = self._load.url(self._pick.randrange(2)) + path
         try:
-            answer = self._http.request(method, url, **request)
-        except httpx.TransportError as error:
+            return send(self._http.build_request(method, url, **request))
+        except (httpx.TransportError, UnharmedError, OSError) as error:
             self._load.counts[f"{call} {type(error).__name__}"] += 1
             time.sleep(_PAUSE_AFTER_A_FAILURE_SECONDS)
-            return _Silent(is_timeout=isinstance(error, httpx.TimeoutException))
+            is_timeout = isinstance(error, httpx.TimeoutException | TimeoutError)
+            return _Silent(_AFTER_A_TIMEOUT_SECONDS if is_timeout else _AFTER_A_CUT_SECONDS)
+
+    def _ask(self, call, method, path, *, allowed, **request):
+        """Send a request. Return the answer, or `_Silent`."""
+        answer = self._try(call, method, path, self._http.send, **request)
+        if isinstance(answer, _Silent):
+            return answer
         self._load.counts[f"{call} {answer.status_code}"] += 1
         if answer.status_code not in {503, *allowed}:
             raise ViolationError(
@@ -107,10 +143,6 @@ class Caller:
         variant = self._pick.choices(_VARIANTS, (9, 1))[0]
         content = load.content(namespace, number, variant)
         blob, digest = load.blob(content)
-        metadata = ArtifactMetadata(
-            compile_seconds=1 + number % 7, raw_size_bytes=len(blob), toolchain="chaos"
-        )
-        headers = {"Repr-Digest": digest.repr_digest, "Graphstash-Metadata": metadata.to_header()}
         began = time.monotonic()
         put = model.begin_put(number, str(digest), len(blob), now=began)
         load.grants.uploading((namespace, number), put)
@@ -120,8 +152,10 @@ class Caller:
             "PUT",
             artifact_path(namespace, number),
             allowed=allowed,
+            # An upload without an end reserves room in the model, which would loosen its limit.
+            losses=LOSSES if namespace == KEEP else (Damage.LOST, Damage.TWICE),
             content=blob,
-            headers=headers,
+            headers=_put_headers(number, blob, digest),
         )
         ended = time.monotonic()
         if isinstance(answer, _Silent):
@@ -131,6 +165,8 @@ class Caller:
         model.end_put(put, now=ended, is_possible=status in {200, 201, 503})
         if status == 201:
             model.saw_created(number, str(digest), began=began, ended=ended)
+            if namespace == KEEP:
+                load.newest += 1
         elif status == 200:
             model.saw(number, str(digest), began=began, ended=ended, how="PUT")
         elif status == 409:
@@ -139,8 +175,55 @@ class Caller:
                 raise ViolationError(f"a conflict of {stays} with itself")
             model.saw(number, stays, began=began, ended=ended, how="PUT")
 
+    def _put_damaged(self, namespace, number):
+        """Send an upload that loses or changes bytes on the way. The server must refuse it, so the
+        model does not record it. Most keys are new, because the server reads no body for others.
+        """
+        if namespace == KEEP:
+            number = self._load.newest + self._pick.randrange(-4, 4)
+        content = self._load.content(namespace, number, self._pick.choice(_DAMAGED_VARIANTS))
+        blob, digest = self._load.blob(content)
+        if not blob:
+            return
+        damage = self._pick.choice((Damage.BROKEN_OFF, Damage.SHORT, Damage.FLIPPED))
+        headers = _put_headers(number, blob, digest)
+        put = ("damaged PUT", "PUT", artifact_path(namespace, number))
+        if damage is Damage.BROKEN_OFF:
+            self._lose(*put, damage, content=blob, headers=headers)
+            return
+        allowed = {200, 400, 409} | ({507} if namespace == TIGHT else set())
+        body = damaged_body(blob, damage, self._pick)
+        began = time.monotonic()
+        answer = self._ask(*put, allowed=allowed, content=body, headers=headers)
+        ended = time.monotonic()
+        if isinstance(answer, _Silent) or answer.status_code in {503, 507}:
+            return
+        if answer.status_code == 400:
+            self._load.struck[damage] += 1
+            return
+        stays = str(digest) if answer.status_code == 200 else answer.json()["digest"]
+        self._load.model(namespace).saw(number, stays, began=began, ended=ended, how="PUT")
+
     def _get(self, namespace, number):
         self._read(namespace, number, None)
+
+    def _abandon(self, namespace, _number):
+        """Read the beginning of a long artifact, and leave."""
+        numbers = (self._number(namespace, is_new=False) for _ in range(20))
+        number = next((n for n in numbers if self._load.is_long(namespace, n)), None)
+        if number is None:
+            return
+        began = time.monotonic()
+        send = partial(read_part, pick=self._pick, timeout=TIMEOUT_SECONDS)
+        answer = self._try("abandoned GET", "GET", artifact_path(namespace, number), send)
+        if isinstance(answer, _Silent):
+            return
+        self._load.struck[Damage.ABANDONED] += 1
+        ended = time.monotonic()
+        digest = _announced(answer)
+        self._load.model(namespace).saw(number, digest, began=began, ended=ended, how="GET")
+        if not self._load.made(digest).startswith(answer.content):
+            self._refuse(f"the first of {digest}", namespace, number, began)
 
     def _get_range(self, namespace, number):
         start = self._pick.choice((0, 1, 1000, 100_000, 2_000_000))
@@ -324,13 +407,16 @@ class Caller:
 
 
 class _Silent(NamedTuple):
-    """No answer."""
+    """No answer. The server may continue the request for `goes_on_seconds`."""
 
-    is_timeout: bool
+    goes_on_seconds: float
 
-    @property
-    def goes_on_seconds(self):
-        return _AFTER_A_TIMEOUT_SECONDS if self.is_timeout else _AFTER_A_CUT_SECONDS
+
+def _put_headers(number, blob, digest):
+    metadata = ArtifactMetadata(
+        compile_seconds=1 + number % 7, raw_size_bytes=len(blob), toolchain="chaos"
+    )
+    return {"Repr-Digest": digest.repr_digest, "Graphstash-Metadata": metadata.to_header()}
 
 
 def _announced(answer):

@@ -128,7 +128,6 @@ class Cluster:
             "GRAPHSTASH_SHUTDOWN_SECONDS": "3",
             "GRAPHSTASH_FLUSH_SECONDS": "0.2",
             "GRAPHSTASH_LOG_LEVEL": "warning",
-            "PYTHONPYCACHEPREFIX": str(self._directory.parent / "pycache"),
             "PYTHONDONTWRITEBYTECODE": "",
         }
         self.data_dirs = [self._directory / "data"]
@@ -202,11 +201,13 @@ class Cluster:
             self._starting = None
 
     def kill_worker(self, number, pick):
-        """Kills one of the workers that are alive just now; `pick` chooses."""
+        """Kills one of the workers that are alive just now, if any; `pick` chooses."""
         with suppress(FileNotFoundError, ProcessLookupError):
             workers = sorted(self.servers[number].workers)
             if workers:
                 self.servers[number].kill_worker(pick(workers))
+                return True
+        return False
 
     def hang_up(self, number):
         """A rolling restart."""

@@ -13,6 +13,7 @@ import httpx
 
 from chaos.caller import TIMEOUT_SECONDS, WINDOW, Caller
 from chaos.cluster import KEEP, TIGHT, TIGHT_BYTES
+from chaos.damage import LONG_BYTES
 from chaos.model import Budgeted, Grants, Permanent, ViolationError
 from graphstash_schema import Digest
 
@@ -43,6 +44,7 @@ class Load:
 
     Attributes:
         counts: answers, by call and status; what was no answer by the kind of its failure.
+        struck: number of requests that met a damage, by its kind.
         newest: number of the newest key of the permanent namespace.
         failures: what broke a promise, or the test itself.
         flipped_since: whether bits were flipped behind the servers after a time.
@@ -61,6 +63,7 @@ class Load:
         self.budgeted = Budgeted(TIGHT_BYTES)
         self.grants = Grants()
         self.counts: Counter[str] = Counter()
+        self.struck: Counter[str] = Counter()
         self.newest = WINDOW
         self.failures: list[BaseException] = []
         self._url_of = url_of
@@ -148,6 +151,10 @@ class Load:
         else:
             size_bytes = size.randrange(300_000, _LARGEST_BYTES)
         return _Content(name, size_bytes)
+
+    def is_long(self, namespace, number):
+        """Whether the first variant of a key is long enough for a reader that leaves."""
+        return self.content(namespace, number, 0).size_bytes > LONG_BYTES
 
     def blob(self, content):
         blob = content.blob

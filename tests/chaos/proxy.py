@@ -74,14 +74,16 @@ class ChaosProxy(S3Proxy):
             return fault
         if fault in {S3Fault.FLIP, S3Fault.FLIP_LENGTH}:
             self.flipped_at = time.monotonic()
-        if fault is S3Fault.HANG:
-            self._calm.wait()
-            return S3Fault.RESET
+        self._lost.is_it = fault is Delay.LOST_ANSWER
+        if not isinstance(fault, Delay):
+            return fault
+        self._count(fault)
         if fault is Delay.SLOW:
             time.sleep(_SLOW_SECONDS)
-            return S3Fault.NONE
-        self._lost.is_it = fault is Delay.LOST_ANSWER
-        return S3Fault.NONE if fault is Delay.LOST_ANSWER else fault
+        return S3Fault.NONE
+
+    def _hang(self):
+        self._calm.wait()
 
     def _forward(self, connection, head, body, fault):
         if not getattr(self._lost, "is_it", False):

@@ -1,7 +1,11 @@
 """Rounds of random faults under mixed load: what a shared deployment promises, it keeps.
 
+The report counts each fault that struck: every process that was killed, frozen or restarted, and
+every single request that S3 or the network damaged.
+
 CHAOS_SEED=<text>     plays the faults of a run again; how the load meets them is chance
 CHAOS_ROUNDS=<number> more rounds than the default, or fewer
+CHAOS_SECONDS=<time>  longer rounds, in which more requests meet faults
 CHAOS_S3=<S3>         moto (the default), swift, or one that runs on this host, such as a Ceph:
                       http://ACCESS_KEY:SECRET_KEY@127.0.0.1:PORT
 """
@@ -9,6 +13,7 @@ CHAOS_S3=<S3>         moto (the default), swift, or one that runs on this host, 
 import os
 import random
 import secrets
+import signal
 import time
 from collections import Counter
 from contextlib import ExitStack
@@ -25,8 +30,8 @@ from support.s3_proxy import S3Fault
 _ROUNDS = 6
 """Of one run. CHAOS_ROUNDS makes more."""
 
-_THREADS = 8
-_ROUND_SECONDS = 0.4
+_THREADS = 16
+_ROUND_SECONDS = float(os.environ.get("CHAOS_SECONDS") or 0.4)
 _NEW_KEYS = 4
 
 
@@ -38,8 +43,7 @@ class Chaos:
         self._load = load
         self._pick = random.Random(seed)
         self._collecting = []
-        self.done: Counter[str] = Counter()
-        self.seconds: Counter[str] = Counter()
+        self.struck: Counter[str] = Counter()
         self._faults = {
             self._nothing: 8,
             self._kill_worker: 40,
@@ -65,32 +69,31 @@ class Chaos:
             self._cluster.proxy.begin(
                 kind, strikes=lambda seen: method is None or seen.method == method
             )
-        began = time.monotonic()
         time.sleep(before)
-        fault()
+        if fault() is not False:
+            self.struck[fault.__name__.strip("_").replace("_", " ")] += 1
         time.sleep(after)
-        self.seconds[fault.__name__.strip("_")] += time.monotonic() - began
         if is_s3_failing:
             self._cluster.proxy.end()
-            self.done[f"S3: {kind}"] += 1
-        self.done[fault.__name__.strip("_")] += 1
-        self._load.newest += _NEW_KEYS
+        self._load.newest += _NEW_KEYS  # the load adds one for each upload that it saw succeed
 
     def end(self):
         """Waits for what still runs."""
         self._cluster.wait_for_starts()
         for command in self._collecting:
-            command.wait()
+            code, _ = command.wait()
+            self.struck["kill gc"] += code == -signal.SIGKILL
 
     def _number(self):
         return self._pick.randrange(2)
 
     def _nothing(self):
         """The load alone."""
+        return False
 
     def _kill_worker(self):
         number, which = self._number(), self._pick.random()
-        self._cluster.kill_worker(number, lambda workers: workers[int(which * len(workers))])
+        return self._cluster.kill_worker(number, lambda workers: workers[int(which * len(workers))])
 
     def _kill_server(self):
         self._restart(is_killed=True)
@@ -129,11 +132,12 @@ class Chaos:
     def _collect(self):
         is_killed, after = self._pick.random() < 0.6, 0.8 + self._pick.random() * 1.5
         if self._collecting and not self._collecting[-1].is_over:
-            return  # one at a time is enough for a small machine
+            return False  # one at a time is enough for a small machine
         command = self._cluster.command("gc", "--orphans-older-than", "1m")
         self._collecting.append(command)
         if is_killed:
             command.kill_after(after)
+        return False  # `end` counts it
 
 
 @pytest.fixture
@@ -188,11 +192,12 @@ def _check_the_end(cluster, load):
 
 def _report(cluster, load, chaos):
     """Print what happened, for readers of a failure."""
-    for what, count in sorted(chaos.done.items()):
-        print(f"{count:8d} {what}, {chaos.seconds[what]:.1f} s")
-    for what, count in sorted(load.counts.items()):
+    struck = chaos.struck + load.struck
+    if cluster.proxy is not None:
+        struck += Counter({f"S3: {what}": count for what, count in cluster.proxy.struck.items()})
+    for what, count in sorted((struck + load.counts).items()):
         print(f"{count:8d} {what}")
-    print(f"{chaos.seconds.total():8.0f} s in rounds; {load.operations} operations")
+    print(f"{struck.total():8d} faults; {load.operations} operations")
     print(f"{len(load.permanent.known):8d} acknowledged artifacts that may never go")
     print(f"{load.grants.count:8d} grants; most bytes of the limited namespace:", end=" ")
     print(load.budgeted.largest_bytes)

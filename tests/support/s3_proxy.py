@@ -5,6 +5,7 @@ import re
 import socket
 import struct
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from enum import StrEnum
@@ -47,6 +48,7 @@ _ANSWERS = {
 }
 _LENGTH = re.compile(rb"(?i)(\r\ncontent-length: )([0-9])")
 _IN_THE_BODY = (S3Fault.CUT, S3Fault.CUT_BY_RESET, S3Fault.FLIP, S3Fault.PAUSE)
+_IN_THE_ANSWER = (S3Fault.NONE, S3Fault.FLIP_LENGTH, *_IN_THE_BODY)
 
 
 class S3Proxy:
@@ -56,6 +58,8 @@ class S3Proxy:
         fault: present fault, for requests that `strikes` selects; may be changed at any time.
         left: number of further requests that it affects; None for all.
         seen: every request.
+        struck: number of requests that met a fault, by its kind. A fault within the body strikes
+            only answers with a body.
         resume: releases paused bodies and held requests, and ends requests that hang.
         held_count: number of requests that are or were held.
         late: first lines of the answers to held requests.
@@ -66,6 +70,7 @@ class S3Proxy:
         self.strikes: Callable[[Seen], bool] = lambda _seen: True
         self.left: int | None = None
         self.seen: list[Seen] = []
+        self.struck: Counter[str] = Counter()
         self.resume = threading.Event()
         self.held_count = 0
         self.late: list[str] = []
@@ -117,8 +122,10 @@ class S3Proxy:
                 return
             seen = _parsed(head)
             fault = self._note(seen)
+            if fault not in _IN_THE_ANSWER:
+                self._count(fault)
             if fault is S3Fault.HANG:
-                self.resume.wait()
+                self._hang()
             elif fault is S3Fault.HOLD:
                 self.held_count += 1
                 self.resume.wait()
@@ -145,6 +152,13 @@ class S3Proxy:
                 self.left -= 1
             return self.fault
 
+    def _hang(self) -> None:
+        self.resume.wait()
+
+    def _count(self, fault: str) -> None:
+        with self._lock:
+            self.struck[fault] += 1
+
     def _send_on(self, head: bytes, body: bytes) -> str:
         with socket.create_connection(("127.0.0.1", self._upstream_port)) as upstream:
             upstream.sendall(head + b"\r\n\r\n" + body)
@@ -160,7 +174,8 @@ class S3Proxy:
             while answer.startswith(b"HTTP/1.1 100"):
                 connection.sendall(answer + b"\r\n\r\n")
                 answer, rest = _read_head(upstream, rest)
-            if fault is S3Fault.FLIP_LENGTH:
+            if fault is S3Fault.FLIP_LENGTH and _LENGTH.search(answer):
+                self._count(fault)
                 answer = _LENGTH.sub(lambda found: found[1] + bytes([found[2][0] ^ 1]), answer)
             connection.sendall(answer + b"\r\n\r\n")
             length = int(_parsed(answer).headers.get("content-length", "0"))
@@ -178,6 +193,7 @@ class S3Proxy:
         sent = 0
         while True:
             if fault in _IN_THE_BODY and sent <= middle < sent + len(chunk):
+                self._count(fault)
                 if fault is S3Fault.FLIP:
                     at = middle - sent
                     flipped = chunk[at] ^ 1 << next(self._flips) % 8
