@@ -1284,6 +1284,19 @@ class LossOfTheStepBefore(Loop):
 # Models that write or read weights in their own way.
 
 
+@hazard()
+class ValueCachedByVersion(Loop):
+    """As weights that are quantized once per step."""
+
+    version = -1
+
+    def loss(self, step):
+        weight = self.net.third.weight
+        if weight._version != self.version:
+            self.version, self.size = weight._version, weight.detach().norm()
+        return super().loss(step) * self.size
+
+
 def parametrized():
     net = Net()
     nn.utils.parametrizations.weight_norm(net.second)

@@ -40,7 +40,7 @@ __all__ = [
 _PROPERTIES: Final = (
     *("grad", "requires_grad", "is_leaf", "grad_fn", "_backward_hooks"),
     *("_post_accumulate_grad_hooks", "shape", "device", "dtype", "layout", "ndim", "is_cpu"),
-    *("is_cuda", "is_meta", "is_sparse", "_version", "itemsize", "nbytes", "names", "output_nr"),
+    *("is_cuda", "is_meta", "is_sparse", "itemsize", "nbytes", "names", "output_nr"),
 )
 """Properties of a tensor; torch 2.15 has no `names`."""
 _GRAD: Final[Any] = Tensor.grad
