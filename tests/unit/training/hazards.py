@@ -1213,6 +1213,60 @@ class OrderOfState(Loop):
         self.see(*(state["exp_avg"] for state in self.opt.state.values()))
 
 
+@hazard()
+class OrderOfNewState(OrderOfState):
+    """The state of some parameters begins later than that of others."""
+
+    def loss(self, step):
+        x, y = self.batch(step)
+        return mse_loss(self.net.first(x) if step < 2 else self.net(x), y)
+
+
+class KeepsState(Loop):
+    """Keeps the dictionaries of the optimizer's state, as a monitor of dead units does."""
+
+    kept: Any = ()
+
+    def after_step(self, step):
+        if step == 2:
+            self.kept = [self.opt.state[each] for each in self.net.parameters()]
+        self.use_kept()
+
+    def use_kept(self):
+        for state in self.kept:
+            self.see(state["exp_avg_sq"])
+            state["exp_avg"].zero_()
+
+
+hazard()(KeepsState)
+
+
+@hazard(backward="state is read or written between backward")
+class UsesKeptStateBeforeTheStep(KeepsState):
+    def before_step(self, step):
+        self.use_kept()
+
+
+@hazard()
+class KeepsMemoryOfState(KeepsState):
+    def use_kept(self):
+        self.views = [state["exp_avg"].view(-1) for state in self.kept]
+        for view in self.views:
+            view.data.zero_()
+
+    def before_step(self, step):
+        self.see(*self.views) if step > 2 else None
+        for state in self.kept:
+            state["exp_avg"].detach().numpy()[...] = 0.25
+
+
+@hazard(forward="state of .* was replaced after step")
+class ReplacesKeptState(KeepsState):
+    def use_kept(self):
+        for state in self.kept:
+            state["exp_avg"] = torch.zeros_like(state["exp_avg_sq"])
+
+
 @loop_with("after_step", backward="groups have other", forward="groups have other")
 def parameters_moved_to_another_group(self, step):
     if step == 2:
@@ -1295,6 +1349,17 @@ class ValueCachedByVersion(Loop):
         if weight._version != self.version:
             self.version, self.size = weight._version, weight.detach().norm()
         return super().loss(step) * self.size
+
+
+@hazard()
+class WidenedModel(Loop):
+    def batch(self, step):
+        return super().batch(step).to(self.net.first.weight.dtype)
+
+    def after_step(self, step):
+        if step == 2:
+            self.opt.zero_grad()
+            self.net.double()
 
 
 def parametrized():

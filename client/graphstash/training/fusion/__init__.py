@@ -43,7 +43,8 @@ def fuse(
 
     With `when="backward"`, gradients are gone after `backward`, and using one raises FusionError.
     Read gradients in hooks of the parameters. With `when="forward"`, a torch operation on a
-    parameter first makes that parameter's update, and a use of `optimizer.state` makes all of them.
+    parameter or its state first makes that parameter's update, and a use of `optimizer.state` makes
+    all of them.
     Call `flush()` before other code, such as torch.func, uses a parameter.
 
     If another object holds a parameter's memory (a view, `.data`, an array of NumPy, a DLPack

@@ -94,7 +94,6 @@ class BackwardFusion(Fusion):
         self._stand_ins: dict[Tensor, StandIn] = {}
         """By parameter: the stand-in that replaces its freed gradient."""
         self._is_stepping = False
-        self._with_state: set[Tensor] | None = None  # before the first step, while it is made
         self._reduced: set[Tensor] = set()
         self._came: set[Tensor] = set()
         """Parameters in DDP's buckets that autograd has given a gradient since the last step."""
@@ -263,20 +262,11 @@ class BackwardFusion(Fusion):
     def after_step(self) -> None:
         """Put stand-ins in place of freed gradients, and prepare for the next backward."""
         self._is_stepping = False
-        if self._with_state is not None:
-            self._order_state(self._with_state)
-            self._with_state = None
+        self.order_state()
         for parameter in self._freed:
             if parameter.grad is None:
                 self._stand_in(parameter)
         self._end_step()
-
-    def _order_state(self, known: set[Tensor]) -> None:
-        """Put the states that the first step made into the order of the step alone."""
-        state = self.optimizer.state
-        for parameter in self.parameters:
-            if parameter in state and parameter not in known:
-                state[parameter] = state.pop(parameter)
 
     def _end_step(self) -> None:
         with self._updating:
@@ -289,6 +279,7 @@ class BackwardFusion(Fusion):
         self._left.clear()
         self._backwards.clear()
         self._options = None
+        self._with_state = None
         for unit in self._units:
             unit.begin()
 
@@ -323,11 +314,14 @@ class BackwardFusion(Fusion):
 
     def _update(self, unit: _Unit, options: Options) -> None:
         if not self._is_stepping and any(
-            is_held(each) or is_named(each) for each in unit.parameters if not is_sharded(each)
+            is_held(each) or is_named(each) or any(map(is_held, self.state_of(each)))
+            for each in unit.parameters
+            if not is_sharded(each)
         ):
             self._leave(unit.parameters)  # other code could use it before `step()`
             return
         with self._updating, self._true_state():
+            self.before_new_state(unit.parameters)
             self.partial_step(unit.parameters, options)
         self._updated.update(unit.parameters)
         self._guard_state()
@@ -358,7 +352,8 @@ class BackwardFusion(Fusion):
             self.optimizer.state = guard.state
 
     def _refuse_state(self) -> None:
-        self.flush()
+        if torch._C._current_graph_task_id() == -1:
+            self.flush()
         raise FusionError(
             "the optimizer's state is read or written between backward() and step(), when "
             f"{self._share_updated()} parameters are updated already; {self._remedy}"
@@ -379,7 +374,8 @@ class BackwardFusion(Fusion):
     def _stand_in(self, parameter: Tensor) -> None:
         if is_sharded(parameter):
             return
-        if (stand_in := self._stand_ins.get(parameter)) is None:
+        stand_in = self._stand_ins.get(parameter)
+        if stand_in is None or stand_in.dtype != parameter.dtype:
             refuse = _refusal(weakref.ref(self), weakref.ref(parameter))
             stand_in = self._stand_ins[parameter] = stand_in_for(parameter, refuse)
         parameter.grad = stand_in
@@ -405,8 +401,10 @@ class BackwardFusion(Fusion):
         )
 
     def _arm(self, parameter: Tensor) -> None:
-        if not self._is_stepping and self._tripwire.arm(parameter):
-            self._armed.append(parameter)
+        if self._is_stepping:
+            return
+        state = self.state_of(parameter) if self._watched is None else []
+        self._armed += filter(self._tripwire.arm, [parameter, *state])
 
     def _disarm(self) -> None:
         for parameter in self._armed:
@@ -418,6 +416,8 @@ class BackwardFusion(Fusion):
             self._tripwire.disarm(parameter)
             self._watched.used[parameter] = None
             return
+        if parameter not in self.names and parameter not in self._updated:
+            self._refuse_state()
         if torch._C._current_graph_task_id() == -1:
             self.flush()
         raise FusionError(
@@ -472,12 +472,17 @@ class BackwardFusion(Fusion):
         Parameters without a gradient take part: they may share a step count with the others.
         """
         unit = self._bucket_unit(list(gradients))
-        if any(is_held(each, None) for each in unit if not is_sharded(each)):
+        if any(
+            is_held(each, None) or any(map(is_held, self.state_of(each)))
+            for each in unit
+            if not is_sharded(each)
+        ):
             return  # other code could use a parameter before `step()`, which updates the bucket
         previous = [each.grad for each in unit]
         try:
             for each, gradient in gradients.items():
                 each.grad = gradient
+            self.before_new_state(unit)
             self.partial_step(unit, options)
         finally:
             for each, gradient in zip(unit, previous, strict=True):
@@ -576,7 +581,6 @@ class BackwardFusion(Fusion):
     def _make_first_step(self) -> None:
         """Update unit by unit: free a unit's gradients before the next unit's state is created."""
         options = options_of(self.optimizer)
-        self._with_state = set(self.optimizer.state)
         self._backwards.add(_FIRST_STEP)
         for unit in self._units:
             if not any(map(is_sharded, unit.parameters)):  # FSDP accumulates these itself

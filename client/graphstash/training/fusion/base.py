@@ -19,6 +19,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 from graphstash.training.fusion.guards import Guards
 from graphstash.training.fusion.parameters import FusionError, Memory, named
 from graphstash.training.fusion.partial_step import PartialStep, undecorated
+from graphstash.training.fusion.uses import WaitingState
 from graphstash.training.optimizers.base import SyncFreeOptimizer
 from graphstash.training.sharding import is_flat_parallel, is_sharded, local
 
@@ -89,6 +90,8 @@ class Fusion(ABC):
         self._handles: list[Any] = []
         self.last_gradients: dict[Tensor, TensorWeakRef] = {}
         """Weak references to the gradients of the first step, until the second step."""
+        self._with_state: set[Tensor] | None = None
+        """Parameters that had state before the updates of a step, if the step creates more."""
         self._is_closed = False
         _refuse_general(model, optimizer)
         _refuse_parameters(optimizer, self.names, self.parameters)
@@ -166,6 +169,32 @@ class Fusion(ABC):
             f"the gradient of {named([parameter], self.names)} is still that of the last step, "
             "and fusion would free it; call zero_grad() in each step, without set_to_none=False"
         )
+
+    def state(self) -> Any:
+        """Return the optimizer's own state, without the mapping that takes its place."""
+        state = self.optimizer.state
+        return state.state if isinstance(state, WaitingState) else state
+
+    def state_of(self, parameter: Tensor) -> list[Tensor]:
+        """Return the tensors of a parameter's state."""
+        values = self.state().get(parameter, {}).values()
+        return [value for value in values if isinstance(value, Tensor)]
+
+    def before_new_state(self, parameters: Iterable[Tensor]) -> None:
+        """Remember which parameters have state, if an update of these may create more."""
+        if self._with_state is None:
+            state = self.state()
+            if any(each.grad is not None and each not in state for each in parameters):
+                self._with_state = set(state)
+
+    def order_state(self) -> None:
+        """Put the states that a step has created into the order of the step alone."""
+        known, self._with_state = self._with_state, None
+        if known is not None:
+            state = self.state()
+            for parameter in self.parameters:
+                if parameter in state and parameter not in known:
+                    state[parameter] = state.pop(parameter)
 
     def _attach_common(self) -> None:
         optimizer = self.optimizer

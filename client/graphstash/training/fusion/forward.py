@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
+from operator import is_not
 from typing import Any, Final
 
 import torch
@@ -58,6 +59,8 @@ class ForwardFusion(Fusion):
         """By armed parameter or gradient: the unit to update before it is used."""
         self._versions: dict[Tensor, int] = {}
         """By waiting parameter or gradient: its `_version` at `step()`."""
+        self._states: dict[Tensor, list[Tensor]] = {}
+        """By waiting parameter: the tensors of its state at `step()`."""
         self._state: WaitingState | None = None
         """Replaces the optimizer's state while updates wait."""
         self._options: Options = ()
@@ -84,6 +87,7 @@ class ForwardFusion(Fusion):
         self._update(self._all_units)
         if not self._is_interrupted:
             self._release_state()
+            self.order_state()
 
     def _before_copy(self) -> None:
         self._require_whole()
@@ -149,13 +153,27 @@ class ForwardFusion(Fusion):
 
     def _take_gradients(self) -> None:
         of_ddp = references_of_ddp(self._reduced)
+        self.before_new_state(self.parameters)
         for unit in self._all_units:
-            if any(_is_held(each, of_ddp if each in self._reduced else 1) for each in unit):
+            if any(self._is_held(each, of_ddp if each in self._reduced else 1) for each in unit):
                 continue  # the step updates the unit
             for parameter in unit:
                 if parameter.grad is not None:
                     self._waiting[parameter] = parameter.grad
                     parameter.grad = None
+
+    def _is_held(self, parameter: Tensor, references: int) -> bool:
+        """Return whether other objects share the memory of an unsharded parameter, its gradient or
+        its state.
+        """
+        if is_sharded(parameter):
+            return False
+        gradient = parameter.grad
+        return (
+            is_held(parameter, references)
+            or (gradient is not None and is_held(gradient, _REFERENCES_TO_GRADIENT))
+            or any(map(is_held, self.state_of(parameter)))
+        )
 
     def _watch_new_gradients(self) -> None:
         of = weakref.ref(self)
@@ -179,6 +197,8 @@ class ForwardFusion(Fusion):
         """Return the gradients to the loop, and arm the waiting parameters."""
         if any(each.grad is not None for unit in self._all_units for each in unit):
             self.partial_step.state_has_changed()  # the step may have changed a common step count
+        if self._waiting:
+            self.partial_step.set_counts_apart()
         for unit in self._all_units:
             for parameter in unit:
                 if (gradient := self._waiting.get(parameter)) is not None:
@@ -196,9 +216,11 @@ class ForwardFusion(Fusion):
         self._state = None
 
     def _arm(self, parameter: Tensor, gradient: Tensor, unit: list[Tensor]) -> None:
-        """Make any other use of the parameter or its gradient update the unit first."""
+        """Make any other use of the parameter, its gradient or its state update the unit first."""
+        self._states[parameter] = self.state_of(parameter)
         for tensor in (parameter, gradient):
             self._versions[tensor] = tensor._version
+        for tensor in (parameter, gradient, *self._states[parameter]):
             if self._tripwire.arm(tensor):
                 self._armed[tensor] = unit
 
@@ -308,7 +330,13 @@ class ForwardFusion(Fusion):
         later = [each.grad for each in unit]  # from a backward after the step
         self._is_interrupted = True
         gradients = [self._waiting.pop(each, None) for each in unit]
-        self._disarm([*unit, *(each for each in gradients if each is not None)])
+        states = {each: self._states.pop(each, []) for each in unit}
+        self._disarm(
+            [
+                *(*unit, *(each for each in gradients if each is not None)),
+                *(tensor for state in states.values() for tensor in state),
+            ]
+        )
         self._require_unchanged(unit, gradients)
         for each, gradient in zip(unit, gradients, strict=True):
             each.grad = gradient
@@ -316,6 +344,7 @@ class ForwardFusion(Fusion):
         if self._state is not None:
             self.optimizer.state = self._state.state
         try:
+            self._require_same_state(states)
             self.partial_step(
                 unit, self._options, found_inf=self._found_inf, grad_scale=self._grad_scale
             )
@@ -326,6 +355,20 @@ class ForwardFusion(Fusion):
                 self.partial_step.state_has_changed()
             for each, gradient in zip(unit, later, strict=True):
                 each.grad = gradient
+
+    def _require_same_state(self, states: dict[Tensor, list[Tensor]]) -> None:
+        replaced = []
+        for each, state in states.items():
+            now = self.state_of(each) if state else state
+            if len(now) != len(state) or any(map(is_not, now, state)):
+                replaced.append(each)
+        if replaced:
+            raise FusionError(
+                f"the optimizer's state of {named(replaced, self.names)} was replaced after step() "
+                "in a dictionary that other code keeps, when its update had not been made: get the "
+                "dictionary from optimizer.state each time or call flush() of the fusion before, "
+                "and load the last checkpoint into a new model and optimizer"
+            )
 
     def _require_unchanged(self, unit: list[Tensor], gradients: list[Tensor | None]) -> None:
         changed, added, taken = [], [], []
@@ -393,16 +436,6 @@ def _refuse_compiled(name: str) -> None:
         f"{name} is compiled by torch.compile, which may run a module without the hook that "
         'updates it; use when="backward", or training.traced_step, which compiles the update with '
         "the rest"
-    )
-
-
-def _is_held(parameter: Tensor, references: int) -> bool:
-    """Return whether other objects share memory with an unsharded parameter or its gradient."""
-    if is_sharded(parameter):
-        return False
-    gradient = parameter.grad
-    return is_held(parameter, references) or (
-        gradient is not None and is_held(gradient, _REFERENCES_TO_GRADIENT)
     )
 
 

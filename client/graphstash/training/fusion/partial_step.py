@@ -121,7 +121,7 @@ class PartialStep:
             for device in self._devices:
                 if torch.is_autocast_enabled(device):
                     stack.enter_context(torch.autocast(device, enabled=False))
-            self._set_counts_apart()
+            self.set_counts_apart()
             optimizer = self._optimizer
             if isinstance(optimizer, SyncFreeOptimizer) and self._step is _SYNC_FREE_STEP:
                 chosen = {
@@ -147,21 +147,26 @@ class PartialStep:
             chosen.setdefault(self._group_of[parameter], []).append(parameter)
         return chosen
 
-    def _set_counts_apart(self) -> None:
+    def set_counts_apart(self) -> None:
+        """Give each unit its own tensors of step counts."""
         if self._are_counts_apart:
             return
         self._are_counts_apart = True
         if not isinstance(self._optimizer, SyncFreeOptimizer):
             return
+        states = self._optimizer.state
+        alone = self._group_of.keys() - {each for unit in self._units for each in unit}
+        taken = {id(states[each]["step"]) for each in alone if states.get(each)}
         for unit in self._units:
             own: dict[int, Tensor] = {}
             for parameter in unit:
-                state = self._optimizer.state.get(parameter)
-                if state:
+                if state := states.get(parameter):
                     count = state["step"]
                     if id(count) not in own:
-                        own[id(count)] = count.clone()
+                        with torch._C.DisableTorchFunctionSubclass():  # it may be armed
+                            own[id(count)] = count.clone() if id(count) in taken else count
                     state["step"] = own[id(count)]
+            taken |= own.keys()
 
 
 @contextmanager
