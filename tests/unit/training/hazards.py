@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.nn.functional import linear, mse_loss
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from graphstash.training import (
@@ -1333,6 +1335,47 @@ class LossOfTheStepBefore(Loop):
         self.next.backward()
         self.opt.step()
         self.next = self.loss(step + 1)
+
+
+# Modes of torch that are active in a part of a step only.
+
+
+class Names(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+    def __enter__(self):
+        self.names = []
+        return super().__enter__()
+
+
+@hazard()
+class OperationsAreNamed(Loop):
+    """Those of forward and backward, or those of a whole step."""
+
+    def backward(self, step):
+        if step not in {2, 3}:
+            super().backward(step)
+            return
+        with Names() as mode:
+            super().backward(step)
+        self.see(torch.tensor(len(mode.names)))
+
+    def step(self, step):
+        if step != 4:
+            super().step(step)
+            return
+        with Names() as mode:
+            super().step(step)
+        self.see(torch.tensor("aten._fused_adamw_.default" in mode.names))
+
+
+@loop_with("after_step")
+def size_estimated_with_fake_tensors(self, step):
+    self.opt.zero_grad()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        self.net(torch.ones(2, WIDTH))
 
 
 # Models that write or read weights in their own way.

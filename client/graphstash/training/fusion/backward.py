@@ -313,10 +313,13 @@ class BackwardFusion(Fusion):
         )
 
     def _update(self, unit: _Unit, options: Options) -> None:
-        if not self._is_stepping and any(
-            is_held(each) or is_named(each) or any(map(is_held, self.state_of(each)))
-            for each in unit.parameters
-            if not is_sharded(each)
+        if not self._is_stepping and (
+            _has_modes()
+            or any(
+                is_held(each) or is_named(each) or any(map(is_held, self.state_of(each)))
+                for each in unit.parameters
+                if not is_sharded(each)
+            )
         ):
             self._leave(unit.parameters)  # other code could use it before `step()`
             return
@@ -456,12 +459,13 @@ class BackwardFusion(Fusion):
         if self._watched is not None:
             return None
         options, token, parameters = self._begin_update(), self._step_token, bucket.parameters()
+        is_left = _has_modes()  # by this rank; an updater also changes what all ranks reduce
 
         def update(gradients: Sequence[Tensor | None]) -> None:
             pairs = zip(parameters, gradients, strict=True)
             ours = {each: gradient for each, gradient in pairs if each in self._reduced}
             with self._updating, self._true_state():
-                if self._step_token is token:
+                if self._step_token is token and not is_left:
                     self._update_bucket(ours, options)
 
         return update
@@ -669,6 +673,11 @@ def _refusal(
             live_fusion.refuse_stand_in(live_parameter, operation)
 
     return refuse
+
+
+def _has_modes() -> bool:
+    """Return whether a TorchDispatchMode is active, which need not be so in `step()`."""
+    return bool(torch._C._len_torch_dispatch_stack())
 
 
 def _memory_of(gradient: Tensor) -> StorageWeakRef | None:

@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
+from contextlib import nullcontext
 from operator import is_not
 from typing import Any, Final
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import TensorWeakRef
 
@@ -152,6 +153,8 @@ class ForwardFusion(Fusion):
         self._take_gradients()
 
     def _take_gradients(self) -> None:
+        if torch._C._len_torch_dispatch_stack():
+            return  # a TorchDispatchMode must see the updates, and may be gone in the next forward
         of_ddp = references_of_ddp(self._reduced)
         self.before_new_state(self.parameters)
         for unit in self._all_units:
@@ -345,9 +348,11 @@ class ForwardFusion(Fusion):
             self.optimizer.state = self._state.state
         try:
             self._require_same_state(states)
-            self.partial_step(
-                unit, self._options, found_inf=self._found_inf, grad_scale=self._grad_scale
-            )
+            is_in_mode = torch._C._len_torch_dispatch_stack() > 0
+            with _disable_current_modes() if is_in_mode else nullcontext():
+                self.partial_step(
+                    unit, self._options, found_inf=self._found_inf, grad_scale=self._grad_scale
+                )
             self._is_interrupted = False
         finally:
             self.optimizer.state = now
