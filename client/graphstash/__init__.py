@@ -57,9 +57,9 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names.spli
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import version
+        from graphstash_schema.version import __version__
 
-        return version("graphstash")
+        return __version__
     if name in _HOME:
         return getattr(import_module(f"graphstash.{_HOME[name]}"), name)
     raise AttributeError(f"module 'graphstash' has no attribute {name!r}")

@@ -8,12 +8,13 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from importlib.metadata import version
 
 from opentelemetry import context, trace
 from opentelemetry.trace import INVALID_SPAN, NoOpTracer, Span, SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
+
+from graphstash_schema.version import __version__
 
 __all__ = ["Close", "OwnProvider", "Tracer"]
 
@@ -51,7 +52,7 @@ class Tracer:
         with self._choosing:
             if self._chosen is None:
                 try:
-                    self._chosen = self._choose().get_tracer("graphstash", version("graphstash"))
+                    self._chosen = self._choose().get_tracer("graphstash", __version__)
                 except Exception as error:  # noqa: BLE001 - wrong OTEL_* variables must not fail the job
                     self._trouble = f"no traces are made: {error!r}"
                     self._chosen = NoOpTracer()

@@ -1,8 +1,5 @@
 """The graphstash server: stores compiled artifacts and serves them over HTTP."""
 
-from importlib.metadata import version
+from graphstash_schema.version import __version__
 
 __all__ = ["__version__"]
-
-__version__ = version("graphstash")
-"""Version of the distribution, which contains client and server."""

@@ -10,13 +10,13 @@ import os
 import re
 import subprocess
 import sysconfig
-import tomllib
 
 import httpx
 import pytest
 import yaml
 
 from graphstash_schema import TOKEN_FORM, ArtifactKey, Digest
+from graphstash_schema.version import __version__
 from graphstash_server.settings import Settings
 from support.compose import DOCKER, Image
 from support.helm import CHART, render, render_all, validate
@@ -80,8 +80,7 @@ def blocks(language="yaml"):
 
 def test_chart_has_the_versions_of_the_distribution():
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    project = tomllib.loads((DOCKER.parent / "pyproject.toml").read_text())["project"]
-    assert chart["version"] == chart["appVersion"] == project["version"]
+    assert chart["version"] == chart["appVersion"] == __version__
 
 
 def test_schema_describes_exactly_the_values_of_the_chart():

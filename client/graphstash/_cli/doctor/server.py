@@ -8,7 +8,6 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
-from importlib.metadata import version
 from time import monotonic
 from typing import Final
 from urllib.parse import urlsplit
@@ -21,6 +20,7 @@ from graphstash._http.errors import problem_of
 from graphstash._http.tls import server_context, tls_failure
 from graphstash.config import UNIX, ClientConfig
 from graphstash_schema.protocol import HEADER_PROTOCOL, PROTOCOL_VERSION
+from graphstash_schema.version import __version__
 
 __all__ = ["check_server"]
 
@@ -129,7 +129,7 @@ def _check_protocol(config: ClientConfig, wire: _Wire) -> Topic[_Response | None
         yield fail(
             "server",
             f"graphstash {release} speaks protocol {spoken[:20]}, this client "
-            f"({version('graphstash')}) speaks {PROTOCOL_VERSION}",
+            f"({__version__}) speaks {PROTOCOL_VERSION}",
             "install matching releases: upgrade whichever is older",
         )
         return None
