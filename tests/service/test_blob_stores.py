@@ -14,7 +14,7 @@ from graphstash_schema import Digest, ErrorCode
 from graphstash_server.errors import NoSpaceError, ServerError
 from graphstash_server.settings import load_settings
 from graphstash_server.storage import DiskBlobStore, TieredBlobStore
-from graphstash_server.storage.s3 import S3BlobStore
+from graphstash_server.storage.s3 import open_store
 from graphstash_server.testing import BlobStoreContract, MemoryBlobStore, as_chunks
 from support.moto import CREDENTIALS, s3_settings
 
@@ -66,7 +66,7 @@ def opened_s3(data_dir, s3):
         for name, value in CREDENTIALS.items():
             environment.setenv(name, value)
         settings = s3_settings(s3.url, s3.new_bucket(), data_dir=data_dir)
-        store = S3BlobStore(load_settings(**settings))
+        store = open_store(load_settings(**settings))
     yield store
     asyncio.run(store.close())
     assert list(data_dir.joinpath("spool").iterdir()) == []

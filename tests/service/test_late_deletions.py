@@ -9,7 +9,7 @@ from graphstash_schema import Digest
 from graphstash_server.context import open_services
 from graphstash_server.errors import ServerError
 from graphstash_server.settings import load_settings
-from graphstash_server.storage import bucket as bucket_module
+from graphstash_server.storage import s3 as s3_module
 from support.moto import Moto, s3_settings
 from support.s3_proxy import S3Fault, S3Proxy
 from support.services import ACTOR, FakeClock, ServiceClient, key_of
@@ -40,9 +40,9 @@ def proxy(s3):
 @pytest.fixture
 def opened(tmp_path, database_url, s3, proxy, bucket, monkeypatch):
     """Open servers on one bucket, with short timeouts for S3."""
-    monkeypatch.setattr(bucket_module, "_ATTEMPTS", 1)
+    monkeypatch.setattr(s3_module, "_ATTEMPTS", 1)
     seconds = 3.0 if isinstance(s3, Moto) else 10.0  # Swift waits for the disk
-    monkeypatch.setattr(bucket_module, "_READ_SECONDS", seconds)
+    monkeypatch.setattr(s3_module, "_READ_SECONDS", seconds)
     clock = FakeClock()
 
     @asynccontextmanager
@@ -136,7 +136,7 @@ async def test_first_attempt_of_repeated_deletion_deletes_nothing_published_sinc
     opened, proxy, s3, bucket, monkeypatch
 ):
     """S3 answers the second attempt of the same call, and carries out the first one later."""
-    monkeypatch.setattr(bucket_module, "_ATTEMPTS", 2)
+    monkeypatch.setattr(s3_module, "_ATTEMPTS", 2)
     async with opened("one") as one, opened("two") as two:
         assert await one.put(b"blob", 1)
         hold_deletion(proxy)

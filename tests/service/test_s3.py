@@ -12,10 +12,9 @@ import pytest
 from graphstash_schema import Digest, ErrorCode
 from graphstash_server.errors import NoSpaceError, ServerError, ShortBlobError, StartError
 from graphstash_server.settings import load_settings
-from graphstash_server.storage import bucket as bucket_module
 from graphstash_server.storage import open_blob_store
 from graphstash_server.storage import s3 as s3_module
-from graphstash_server.storage.s3 import MULTIPART_BYTES, S3BlobStore
+from graphstash_server.storage.s3 import MULTIPART_BYTES, open_store
 from graphstash_server.testing import LiveServer, ServerProcess, as_chunks, read_blob
 from support.meter import Meter
 from support.moto import CREDENTIALS, s3_settings
@@ -44,12 +43,12 @@ def bucket(moto):
 @pytest.fixture
 def impatient(monkeypatch):
     """Disable retries of failed requests to the bucket."""
-    monkeypatch.setattr(bucket_module, "_ATTEMPTS", 1)
+    monkeypatch.setattr(s3_module, "_ATTEMPTS", 1)
 
 
 @pytest.fixture
 def store(tmp_path, proxy, bucket, impatient):
-    store = S3BlobStore(load_settings(data_dir=tmp_path, **s3_settings(proxy.url, bucket)))
+    store = open_store(load_settings(data_dir=tmp_path, **s3_settings(proxy.url, bucket)))
     until(lambda: proxy.count("GET", within="uploads"))  # the last request of a start
     yield store
     asyncio.run(store.close())
@@ -117,7 +116,7 @@ class TestTrouble:
         settings = s3_settings(proxy.url, bucket, log_level="error")
         with LiveServer(tmp_path, **settings) as server:
             connect(server.url).put(SMALL, 1)
-        monkeypatch.setattr(bucket_module, "_READ_SECONDS", 5.0)
+        monkeypatch.setattr(s3_module, "_READ_SECONDS", 5.0)
         with LiveServer(tmp_path, **settings) as server:
             api = connect(server.url)
             proxy.fault = S3Fault.HANG
@@ -149,7 +148,7 @@ class TestTrouble:
         assert api.stats()["artifacts"] == 1
 
     async def test_transient_errors_are_retried(self, tmp_path, proxy, bucket):
-        store = S3BlobStore(load_settings(data_dir=tmp_path, **s3_settings(proxy.url, bucket)))
+        store = open_store(load_settings(data_dir=tmp_path, **s3_settings(proxy.url, bucket)))
         proxy.fault, proxy.left = S3Fault.FAILING, 1
         await put(store, SMALL)
         proxy.left = 1
@@ -224,7 +223,7 @@ class TestPut:
 
     async def test_full_spool_gives_507_before_the_body_is_read(self, tmp_path, proxy, bucket):
         settings = s3_settings(proxy.url, bucket, min_free_bytes=2**60)
-        store = S3BlobStore(load_settings(data_dir=tmp_path, **settings))
+        store = open_store(load_settings(data_dir=tmp_path, **settings))
 
         async def unread():
             raise AssertionError("the body was read")
@@ -249,11 +248,11 @@ class TestPut:
         settings = load_settings(data_dir=tmp_path, **s3_settings(swift.url, bucket))
         for key in ("blobs/sha256/ab/lost", "somebody/else"):
             swift.client.create_multipart_upload(Bucket=bucket, Key=key)
-        await S3BlobStore(settings).close()
+        await open_store(settings).close()
         assert len(uploads_in_parts(swift, bucket)) == 2  # too young to be aborted
 
         monkeypatch.setattr(s3_module, "_ABANDONED_AGE", timedelta(hours=-1))
-        store = S3BlobStore(settings)
+        store = open_store(settings)
         until(lambda: len(uploads_in_parts(swift, bucket)) == 1)
         await store.close()
 
@@ -286,7 +285,7 @@ class TestRead:
 
     async def test_link_is_for_large_blobs_and_needs_no_credentials(self, tmp_path, moto, bucket):
         settings = s3_settings(moto.url, bucket, s3_redirect_bytes=len(LARGE))
-        store = S3BlobStore(load_settings(data_dir=tmp_path, **settings))
+        store = open_store(load_settings(data_dir=tmp_path, **settings))
         await put(store, LARGE)
 
         link, none = [await store.link(Digest.of(blob)) for blob in (LARGE, SMALL)]
@@ -327,7 +326,6 @@ async def test_bucket_that_cannot_be_used_is_refused_at_start(
     assert "AWS_ACCESS_KEY_ID" in await refused(tmp_path, moto.url, "bucket")
 
     monkeypatch.delitem(sys.modules, "graphstash_server.storage.s3")
-    monkeypatch.delitem(sys.modules, "graphstash_server.storage.bucket")
     monkeypatch.setitem(sys.modules, "boto3", None)
     said = await refused(tmp_path, "http://127.0.0.1:1", "bucket")
     assert said.endswith("pip install 'graphstash[server,s3] @ git+<repository>'")
@@ -350,12 +348,12 @@ def test_wrong_s3_credentials_are_refused_and_revoked_ones_lose_no_row(
     with LiveServer(tmp_path, **settings) as server:
         api = connect(server.url)
         store = server._server.config.app.state.context.artifacts.blobs
-        store._client._request_signer._credentials.secret_key = "withdrawn"
+        store._bucket._client._request_signer._credentials.secret_key = "withdrawn"
 
         problem(api.get(1), 503, "unavailable", "check the credentials")
         problem(api.put(b"other", 2), 503, "unavailable")
 
-        store._client._request_signer._credentials.secret_key = "testing"
+        store._bucket._client._request_signer._credentials.secret_key = "testing"
         assert api.get(1).content == SMALL
 
 

@@ -17,7 +17,7 @@ from graphstash_schema import Digest, ErrorCode
 from graphstash_server.errors import ServerError, ShortBlobError
 from graphstash_server.settings import load_settings
 from graphstash_server.storage import TieredBlobStore
-from graphstash_server.storage.s3 import S3BlobStore
+from graphstash_server.storage.s3 import open_store
 from graphstash_server.storage.upload import DiskUpload
 from graphstash_server.testing import (
     LiveServer,
@@ -80,7 +80,7 @@ def proxy(moto):
 @pytest.fixture
 def s3(tmp_path, moto, proxy, s3_credentials):
     settings = s3_settings(proxy.url, moto.new_bucket())
-    store = S3BlobStore(load_settings(data_dir=tmp_path / "s3", **settings))
+    store = open_store(load_settings(data_dir=tmp_path / "s3", **settings))
     yield store
     asyncio.run(store.close())
 

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from importlib import import_module
 from typing import TYPE_CHECKING, TypeVar
 
 from graphstash_server.errors import StartError
@@ -13,7 +14,7 @@ from graphstash_server.storage.files import SMALL_BYTES, FileReader
 from graphstash_server.storage.tier import TieredBlobStore
 
 if TYPE_CHECKING:
-    from graphstash_server.storage.s3 import S3BlobStore
+    from graphstash_server.storage.objects import ObjectBlobStore
     from graphstash_server.tracing import Tracing
 
 __all__ = [
@@ -28,6 +29,8 @@ __all__ = [
 
 _StoreT = TypeVar("_StoreT", bound=BlobStore)
 
+_LIBRARIES = {"s3": "boto3", "gcs": "google-cloud-storage", "azure": "obstore"}
+
 
 @asynccontextmanager
 async def open_blob_store(
@@ -40,7 +43,7 @@ async def open_blob_store(
 
     Raises:
         OSError: a directory of the store cannot be created or written.
-        StartError: boto3 is not installed, or the bucket cannot be used.
+        StartError: the client library is not installed, or the bucket cannot be used.
     """
     async with AsyncExitStack() as stack:
         if settings.blob_store == "disk":
@@ -50,7 +53,8 @@ async def open_blob_store(
             stack.push_async_callback(disk.close)
             yield _traced(disk, "disk", tracing)
             return
-        bucket = _traced(await asyncio.to_thread(_open_s3, settings), "s3", tracing)
+        bucket = await asyncio.to_thread(_open_bucket, settings)
+        bucket = _traced(bucket, settings.blob_store, tracing)
         stack.push_async_callback(bucket.close)
         if not settings.tier_limit_bytes:
             yield bucket
@@ -74,13 +78,17 @@ def _traced(store: _StoreT, name: str, tracing: "Tracing | None") -> _StoreT:
     return store
 
 
-def _open_s3(settings: Settings) -> "S3BlobStore":
-    """Open the bucket. Import boto3 here, because it is optional and takes a third of a second."""
+def _open_bucket(settings: Settings) -> "ObjectBlobStore":
+    """Open the bucket. Import its client library here, because it is optional and takes a third of
+    a second.
+    """
+    kind = settings.blob_store
     try:
-        from graphstash_server.storage.s3 import S3BlobStore
+        opener = import_module(f"graphstash_server.storage.{kind}")
     except ModuleNotFoundError as error:
         raise StartError(
-            f"GRAPHSTASH_BLOB_STORE=s3 needs boto3 ({error.name} is missing): "
-            "pip install 'graphstash[server,s3] @ git+<repository>'"
+            f"GRAPHSTASH_BLOB_STORE={kind} needs {_LIBRARIES[kind]} ({error.name} is missing): "
+            f"pip install 'graphstash[server,{kind}] @ git+<repository>'"
         ) from error
-    return S3BlobStore(settings)
+    store: ObjectBlobStore = opener.open_store(settings)
+    return store
