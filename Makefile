@@ -186,7 +186,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	@echo "Installing into $(VENV), torch and torch_xla included:" \
 	    "$(if $(TORCH_INDEX),about 1 GB,about 7 GB of packages; TORCH_INDEX=<a CPU wheel index> makes it 1 GB)."
 	$(UV) pip install --python $(BIN)/python --constraint constraints.txt \
-	    $(TORCH_INDEX_OPTIONS) --group dev --editable '.[server,postgres,s3,signing,tracing]'
+	    $(TORCH_INDEX_OPTIONS) --group dev --editable '.[server,postgres,s3,gcs,azure,signing,tracing]'
 	@touch $@
 
 # Needs root, or sudo, where something is missing; otherwise it says what to install.

@@ -26,6 +26,7 @@ import hypothesis
 import pytest
 
 from support import starts
+from support.emulators import Azurite, FakeGcs
 from support.jobs import Jobs
 from support.moto import CREDENTIALS, Moto
 from support.postgres import Postgres
@@ -343,6 +344,20 @@ def swift(tmp_path_factory):
     """A real S3. Each test uses its own bucket."""
     with Swift(tmp_path_factory.mktemp("swift")) as swift:
         yield swift
+
+
+@pytest.fixture(scope="session")
+def fake_gcs(tmp_path_factory):
+    """An emulator of Google Cloud Storage; take a bucket of your own."""
+    with FakeGcs(tmp_path_factory.mktemp("fake-gcs")) as fake_gcs:
+        yield fake_gcs
+
+
+@pytest.fixture(scope="session")
+def azurite(tmp_path_factory):
+    """An emulator of Azure Blob Storage; take a container of your own."""
+    with Azurite(tmp_path_factory.mktemp("azurite")) as azurite:
+        yield azurite
 
 
 @pytest.fixture

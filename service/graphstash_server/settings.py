@@ -54,6 +54,7 @@ ENV_PREFIX = "GRAPHSTASH_"
 
 _MIB = 1024**2
 _MAX_WORKERS = 64
+_PREFIX = r"^$|^[A-Za-z0-9!_.*'()/-]+/$"
 
 
 def _user_data_dir() -> Path:
@@ -258,13 +259,14 @@ class DatabaseSettings(_Group):
 class StoreSettings(_Group):
     """Location of the blobs."""
 
-    blob_store: Literal["disk", "s3"] = "disk"
-    """Where the blobs are: disk, in the data directory, or s3, in a bucket that any number of
-    servers can share. Default: disk, because it needs nothing else."""
+    blob_store: Literal["disk", "s3", "gcs", "azure"] = "disk"
+    """Where the blobs are: disk, in the data directory, or a bucket that any number of servers can
+    share: s3, gcs (Google Cloud Storage) or azure (Azure Blob Storage). Default: disk, because it
+    needs nothing else."""
     s3_bucket: str = ""
     """Bucket of the blobs, which must exist. Credentials come from the usual AWS sources
     (AWS_ACCESS_KEY_ID, a profile, the host's role), never from a graphstash setting."""
-    s3_prefix: str = Field("", pattern=r"^$|^[A-Za-z0-9!_.*'()/-]+/$")
+    s3_prefix: str = Field("", pattern=_PREFIX)
     """Prefix of all object names, ending with a slash. Empty by default, for a bucket that only the
     cache uses."""
     s3_endpoint_url: str | None = Field(None, pattern=r"^https?://[^/\s]+/?$")
@@ -277,18 +279,29 @@ class StoreSettings(_Group):
     s3_redirect_bytes: ByteSize | None = Field(None, ge=0)
     """Size from which clients download blobs directly from the bucket, with a link that is valid
     for 15 minutes. Never by default, because clients must be able to reach the endpoint."""
+    gcs_bucket: str = ""
+    """Bucket of the blobs, which must exist. Credentials are Google's application default
+    credentials (the host's or pod's service account, GOOGLE_APPLICATION_CREDENTIALS)."""
+    gcs_prefix: str = Field("", pattern=_PREFIX)
+    """Prefix of all object names, ending with a slash. Empty by default."""
+    azure_container: str = ""
+    """Container of the blobs, which must exist. Account and credentials come from
+    AZURE_STORAGE_ACCOUNT_NAME and the other variables of Azure, or the host's managed identity."""
+    azure_prefix: str = Field("", pattern=_PREFIX)
+    """Prefix of all blob names, ending with a slash. Empty by default."""
     tier_limit_bytes: ByteSize = Field(ByteSize(10 * 1024 * _MIB), ge=0)
-    """Size of the disk tier in front of S3, in bytes. The server evicts the least recently used
-    blobs. Default: 10 GiB, the working set of a team. 0 disables the tier."""
+    """Size of the disk tier in front of a bucket, in bytes. The server evicts the least recently
+    used blobs. Default: 10 GiB, the working set of a team. 0 disables the tier."""
     min_free_bytes: Annotated[ByteSize, Option()] = Field(ByteSize(256 * _MIB), ge=0)
     """Free space that uploads leave on the disk, in bytes, 0 or more. Default: 256 MiB, so that the
     database can always grow and shrink."""
 
-    @field_validator("s3_bucket")
+    @field_validator("s3_bucket", "gcs_bucket", "azure_container")
     @classmethod
     def _require_bucket(cls, value: str, info: ValidationInfo) -> str:
-        if not value and info.data.get("blob_store") == "s3":
-            raise ValueError("blob_store is s3, which needs the name of a bucket")
+        kind, _, container = str(info.field_name).partition("_")
+        if not value and info.data.get("blob_store") == kind:
+            raise ValueError(f"blob_store is {kind}, which needs the name of a {container}")
         return value
 
 

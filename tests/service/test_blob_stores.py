@@ -13,8 +13,7 @@ import pytest
 from graphstash_schema import Digest, ErrorCode
 from graphstash_server.errors import NoSpaceError, ServerError
 from graphstash_server.settings import load_settings
-from graphstash_server.storage import DiskBlobStore, TieredBlobStore
-from graphstash_server.storage.s3 import open_store
+from graphstash_server.storage import DiskBlobStore, TieredBlobStore, azure, gcs, s3
 from graphstash_server.testing import BlobStoreContract, MemoryBlobStore, as_chunks
 from support.moto import CREDENTIALS, s3_settings
 
@@ -61,15 +60,18 @@ async def test_names_of_a_new_store_survive_a_power_cut(tmp_path, monkeypatch):
 
 
 @contextlib.contextmanager
-def opened_s3(data_dir, s3):
+def opened(driver, variables, data_dir, **settings):
     with pytest.MonkeyPatch.context() as environment:
-        for name, value in CREDENTIALS.items():
+        for name, value in variables.items():
             environment.setenv(name, value)
-        settings = s3_settings(s3.url, s3.new_bucket(), data_dir=data_dir)
-        store = open_store(load_settings(**settings))
+        store = driver.open_store(load_settings(data_dir=data_dir, **settings))
     yield store
     asyncio.run(store.close())
     assert list(data_dir.joinpath("spool").iterdir()) == []
+
+
+def opened_s3(data_dir, server):
+    return opened(s3, CREDENTIALS, data_dir, **s3_settings(server.url, server.new_bucket()))
 
 
 def emptied(store):
@@ -90,17 +92,45 @@ def s3_on_swift(tmp_path_factory, swift):
         yield store
 
 
-class TestS3BlobStoreOnMoto(BlobStoreContract):
+class TestObjectBlobStoreOnMoto(BlobStoreContract):
     @pytest.fixture
     def store(self, s3_on_moto):
         return emptied(s3_on_moto)
 
 
 @pytest.mark.extended
-class TestS3BlobStoreOnSwift(BlobStoreContract):
+class TestObjectBlobStoreOnSwift(BlobStoreContract):
     @pytest.fixture
     def store(self, s3_on_swift):
         return emptied(s3_on_swift)
+
+
+@pytest.fixture(scope="module")
+def on_fake_gcs(tmp_path_factory, fake_gcs):
+    settings = {"blob_store": "gcs", "gcs_bucket": fake_gcs.new_bucket()}
+    with opened(gcs, fake_gcs.variables, tmp_path_factory.mktemp("gcs"), **settings) as store:
+        yield store
+
+
+@pytest.fixture(scope="module")
+def on_azurite(tmp_path_factory, azurite):
+    settings = {"blob_store": "azure", "azure_container": azurite.new_bucket()}
+    with opened(azure, azurite.variables, tmp_path_factory.mktemp("azure"), **settings) as store:
+        yield store
+
+
+@pytest.mark.extended
+class TestObjectBlobStoreOnFakeGcs(BlobStoreContract):
+    @pytest.fixture
+    def store(self, on_fake_gcs):
+        return emptied(on_fake_gcs)
+
+
+@pytest.mark.extended
+class TestObjectBlobStoreOnAzurite(BlobStoreContract):
+    @pytest.fixture
+    def store(self, on_azurite):
+        return emptied(on_azurite)
 
 
 @contextlib.contextmanager
