@@ -25,10 +25,12 @@ __all__ = ["AzureBucket", "open_store"]
 _MULTIPART_BYTES: Final = 16 * 1024**2
 """Size from which a blob is uploaded in parts."""
 
-_PART_BYTES: Final = 8 * 1024**2
+_PART_BYTES: Final = 4 * 1024**2
+"""Bytes of a part. Azure takes 50,000 parts."""
+
 _RETRY_SECONDS: Final = timedelta(seconds=30)
 _CONCURRENT_PARTS: Final = 2
-"""Parts of one upload that are in memory."""
+"""Parts of one upload in flight."""
 
 
 def open_store(settings: Settings) -> ObjectBlobStore:

@@ -81,6 +81,7 @@ class GcsBucket(Bucket):
         """
         self.name = name
         self.place = os.environ.get(_EMULATOR) or "https://storage.googleapis.com"
+        self._downloads = f"{self.place}/download/storage/v1/b/{quote(name, safe='')}/o"
         try:
             self._session = _session()
             self._client = storage.Client(
@@ -98,7 +99,7 @@ class GcsBucket(Bucket):
     def get(self, key: str, *, start: int = 0, stop: int | None = None) -> Found | None:
         """See `Bucket.get`."""
         response = self._session.get(
-            f"{self.place}/download/storage/v1/b/{self.name}/o/{quote(key, safe='')}?alt=media",
+            f"{self._downloads}/{quote(key, safe='')}?alt=media",
             headers={"Accept-Encoding": "identity"}
             | ({} if stop is None else {"Range": f"bytes={start}-{stop - 1}"}),
             stream=True,
@@ -184,9 +185,9 @@ def _session() -> Any:
     if not os.environ.get(_EMULATOR):
         credentials, _ = google.auth.default(scopes=[_SCOPE])
     session = AuthorizedSession(credentials)  # type: ignore[no-untyped-call] # has no types
-    session.mount(
-        "http", HTTPAdapter(pool_maxsize=THREADS + WRITE_THREADS, max_retries=_RETRY_READS)
-    )
+    for scheme in ("http://", "https://"):
+        pool = HTTPAdapter(pool_maxsize=THREADS + WRITE_THREADS, max_retries=_RETRY_READS)
+        session.mount(scheme, pool)
     return session
 
 
