@@ -37,8 +37,14 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no
 test: $(VENV)/.installed $(VENV)/.packages  ## Run the tests for which .venv suffices
 	$(PYTEST) $(TESTS)
 
+# The emulator of Azure comes from npm.
+NPM := https://registry.npmjs.org/azurite
+ASK_NPM := $(BIN)/python -c 'from urllib.request import urlopen; \
+    urlopen("$(NPM)", timeout=30); print("--npm")' 2>/dev/null
+
 test-all: $(VENV)/.installed $(VENV)/.packages  ## Run every test, with every compiler version
-	$(PYTEST) --extended $(TESTS)
+	$(PYTEST) --extended $(shell $(ASK_NPM)) $(TESTS)
+	@$(ASK_NPM) >/dev/null || echo 'NOT RUN: tests marked npm (blobs in Azure): $(NPM) gives no answer.'
 	$(if $(TESTS),,@$(MAKE) --no-print-directory .test-images)
 
 # The map is the table under "Which tests prove a change" in CONTRIBUTING.md.

@@ -88,6 +88,7 @@ def pytest_addoption(parser):
     parser.addoption("--seed-of-pairs", type=int, default=1, help="chooses the generated pairs")
     parser.addoption("--images", action="store_true", help="also run tests marked `images`")
     parser.addoption("--gpu", action="store_true", help="also run tests marked `gpu`")
+    parser.addoption("--npm", action="store_true", help="also run tests marked `npm`")
 
 
 def pytest_configure(config):
@@ -144,7 +145,7 @@ def pytest_itemcollected(item):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
-    for mark in ("extended", "images", "gpu"):
+    for mark in ("extended", "images", "gpu", "npm"):
         if not config.getoption(mark):
             left_out = [item for item in items if item.get_closest_marker(mark)]
             config.hook.pytest_deselected(items=left_out)

@@ -127,6 +127,8 @@ class TestObjectBlobStoreOnFakeGcs(BlobStoreContract):
 
 
 @pytest.mark.extended
+@pytest.mark.npm
+@pytest.mark.timeout(900)  # the first test installs Azurite
 class TestObjectBlobStoreOnAzurite(BlobStoreContract):
     @pytest.fixture
     def store(self, on_azurite):

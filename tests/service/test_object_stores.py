@@ -21,7 +21,10 @@ EMULATOR = {"gcs": FakeGcs, "azure": Azurite}
 pytestmark = [pytest.mark.anyio, pytest.mark.extended]
 
 
-@pytest.fixture(params=["gcs", "azure"])
+AZURE = (pytest.mark.npm, pytest.mark.timeout(900))  # the first test installs Azurite
+
+
+@pytest.fixture(params=["gcs", pytest.param("azure", marks=AZURE)])
 def kind(request):
     return request.param
 
