@@ -166,7 +166,8 @@ def _recorded(device: torch.device) -> "torch.cuda.Event | None":
 
 
 def _computed(compute: Compute, snapshot: Snapshot, made: "torch.cuda.Event | None") -> Roots:
-    with torch.no_grad():
+    # Fusion arms tensors of the state to notice other users. This thread is the optimizer's own.
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         if made is None:
             return _finite(compute, snapshot)
         stream = torch.cuda.Stream(snapshot.statistics.device)
