@@ -239,6 +239,7 @@ def arguments_of(count):
         "expires_at": [NOW],
         "held": [[HeldRun(BENCH, RUN, "5", 4, 4096)]],
         "held_until": [NOW],
+        "retried": [digests],
         "holder": ["x"],
         "id_sha256": [fingerprint(100), fingerprint(count)],
         "identity": ["100"],
