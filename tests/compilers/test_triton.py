@@ -157,7 +157,7 @@ class TestTriton(HookContract):
         assert set(found.values()) == {None}
         assert set(second.report["alone"].values()) == {True}
         assert server.stats(empty)["artifacts"] == 1
-        assert server.leases_held() == 0
+        assert server.leases_held(empty) == 0
 
     @pytest.mark.extended
     def test_failed_compilation_releases_its_lease_while_the_job_continues(
@@ -166,7 +166,7 @@ class TestTriton(HookContract):
         go = hosts.directory / "go"
         running = hosts.start("failed", "failing", {"go": go}, namespace=empty)
         until(lambda: go.with_suffix(".failed").exists() or running.ended())
-        until(lambda: server.leases_held() == 0)
+        until(lambda: server.leases_held(empty) == 0)
         assert not running.ended()
         assert go.with_suffix(".compiling").read_text() == "1"
         go.touch()

@@ -21,8 +21,11 @@ class Server(ServerProcess):
             environment=environment,
         )
 
-    def leases_held(self) -> int:
-        """Return the number of callers with the right to compile."""
+    def leases_held(self, namespace: str = "") -> int:
+        """Return the number of callers with the right to compile, in one namespace or in all."""
+        if namespace:
+            answer = httpx.get(f"{self.url}/v1/{namespace}/leases", timeout=10).json()
+            return len(answer["leases"])
         answer = httpx.get(f"{self.url}/v1/stats", timeout=10).json()
         return int(answer["leases_held"])
 

@@ -124,9 +124,9 @@ def failing(*, go: str) -> dict[str, Any]:
         """A source that fails at the step that reports errors in a kernel's source."""
 
         def make_ir(self, *_: object) -> NoReturn:
-            url = f"{os.environ['GRAPHSTASH_URL']}/v1/stats"
-            held = httpx.get(url, timeout=10).json()["leases_held"]
-            Path(f"{go}.compiling").write_text(str(held))
+            server, namespace = (os.environ[f"GRAPHSTASH_{name}"] for name in ("URL", "NAMESPACE"))
+            held = httpx.get(f"{server}/v1/{namespace}/leases", timeout=10).json()["leases"]
+            Path(f"{go}.compiling").write_text(str(len(held)))
             raise ValueError("this kernel cannot be compiled")
 
     try:
