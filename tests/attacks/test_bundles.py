@@ -70,7 +70,7 @@ class Forge:
         ]
 
     def write(self, *, manifest=None, members=None):
-        """Write a tar file of a manifest and members, by default those of an honest export."""
+        """Write a tar file of a manifest and members. Default: the ones of an honest export."""
         manifest = self.manifest() if manifest is None else manifest
         head = member(f"manifest-{hashlib.sha256(manifest).hexdigest()}.jsonl", len(manifest))
         path = self.directory / "forged.bundle"

@@ -87,7 +87,7 @@ def without_metadata(request, answer):
 
 
 def with_words_that_loosen(request, answer):
-    """Add headers and metadata with which a server might try to loosen the policy."""
+    """Add headers and metadata that ask the client for a looser policy."""
     answer = stripped(request, answer)
     answer.headers |= {
         "graphstash-signatures": "off",

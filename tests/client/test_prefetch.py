@@ -132,7 +132,7 @@ def downloads_in(link):
 
 
 def test_next_run_prefetches_in_parallel_without_job_name(run, link):
-    """The arguments differ from those of the last run."""
+    """The arguments differ from the arguments of the last run."""
     link.gather(4)
     (counted,) = run("b", f"wait={GRAPHS}")
     assert counted["hits_prefetched"] == GRAPHS, counted

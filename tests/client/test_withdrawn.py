@@ -22,7 +22,7 @@ from support.withdrawing import delete, turn, withhold
 
 @pytest.fixture
 def publisher(next_job):
-    """Publish an artifact of which another host has a copy."""
+    """Publish an artifact, and fetch it on another host, which keeps a copy."""
     publisher = next_job("publisher")
     publisher.put(key(), b"graph", METADATA)
     assert next_job().get(key()) == b"graph"

@@ -1,6 +1,6 @@
 """Models without a hook of their own: a second host compiles nothing and computes the same result.
 
-`support.cases.models` defines the models, and `test_inductor_models` those of torch.compile.
+`support.cases.models` defines the models. `test_inductor_models` tests models under torch.compile.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """The inductor hook's tests, repeated as on other x86-64 processors.
 
-ATEN_CPU_CAPABILITY limits the instructions that torch uses; PRETEND_ISA sets those that Inductor
-detects. With AMX, Inductor first builds one more object. The job that builds C++ kernels runs under
-both.
+ATEN_CPU_CAPABILITY limits the instructions that torch uses. PRETEND_ISA sets the instructions that
+Inductor detects. With AMX, Inductor first builds one more object. The job that builds C++ kernels
+runs with both variables.
 """
 
 import os

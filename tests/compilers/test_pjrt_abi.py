@@ -35,7 +35,7 @@ ASKED = {
     "TopologyDescription_Serialize": "topology serialized_bytes serialized_bytes_size "
     "serialized_topology serialized_topology_deleter",
 }
-"""Fields of the structures with which the hook queries an object."""
+"""Fields of the structures that the hook passes to query an object."""
 
 FILLED = {
     "PJRT_Client_Compile_Args": abi.ClientCompileArgs,

@@ -270,7 +270,7 @@ class Pod:
     """Run the server of one pod, and its migration.
 
     Commands, environments and probes come from the chart. Addresses, ports, directories and secrets
-    are those of this host.
+    come from this host.
     """
 
     def __init__(self, rendered, directory, *, database, **secrets):

@@ -149,7 +149,7 @@ def process_environment() -> dict[str, str]:
 def start(
     tmp_path: Path, process_environment: dict[str, str]
 ) -> Iterator[Callable[..., ServerProcess]]:
-    """Start server processes on one data directory. Kill those that still run after the test."""
+    """Start server processes on one data directory, and kill the running ones after the test."""
     started: list[ServerProcess] = []
 
     def make(*options: str, **keywords: Any) -> ServerProcess:

@@ -1,4 +1,4 @@
-"""X-Accel-Redirect: nginx sends the blobs, and the answers equal those of the server.
+"""X-Accel-Redirect: nginx sends the blobs, and its answers equal the server's.
 
 Each test sends equal requests to a server, and to nginx with the configuration of docker/.
 """

@@ -76,7 +76,7 @@ def guarded(tmp_path_factory, settings):
 
 @pytest.fixture
 def clock(guarded, monkeypatch):
-    """A clock by which the server decides about callers."""
+    """The clock that the server reads to judge tokens and JWTs."""
     clock = FakeClock()
     clock.now = datetime.now(UTC)
     context = guarded.server._server.config.app.state.context

@@ -289,7 +289,7 @@ async def test_interrupted_index_build_is_completed(url_before, is_whole):
         with nullcontext() if is_whole else pytest.raises(asyncpg.LockNotAvailableError):
             await other.execute(CONCURRENTLY)
         assert await other.fetchval(IS_VALID) is is_whole
-    # The build sets its own limits after those of the earlier steps.
+    # The build replaces the limits of the earlier steps.
     assert await asyncio.to_thread(settings_of_the_build, url_before) == {
         "lock_timeout": "6h",
         "statement_timeout": "0",

@@ -47,7 +47,7 @@ async def put(store, blob):
 
 
 async def refused(settings):
-    """Return the line with which a server does not start."""
+    """Return the error of a server that refuses to start. It must be one line."""
     with pytest.raises(StartError) as refusal:
         async with open_blob_store(settings):
             raise AssertionError("it started")

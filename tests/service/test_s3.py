@@ -298,7 +298,7 @@ class TestRead:
 
 
 async def refused(tmp_path, url, bucket, **more):
-    """Return the line with which a server refuses to start."""
+    """Return the error of a server that refuses to start. It must be one line."""
     settings = load_settings(data_dir=tmp_path, **s3_settings(url, bucket, **more))
     with pytest.raises(StartError) as refusal:
         async with open_blob_store(settings):

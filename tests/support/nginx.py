@@ -35,7 +35,7 @@ class Nginx:
 
     Args:
         directory: directory of all its files.
-        variables: variables of the templates; those without effect on a test have defaults.
+        variables: variables of the templates. Variables that do not affect a test have defaults.
         tls: also render the TLS part.
 
     Attributes:

@@ -1,4 +1,4 @@
-"""Pin artifacts without an end, as `graphstash pin` pins those of a job."""
+"""Pin artifacts until they are unpinned, as `graphstash pin` does for a job."""
 
 import asyncio
 from collections.abc import Sequence

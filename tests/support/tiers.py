@@ -1,4 +1,4 @@
-"""Test parameters of which `make test` runs a few, and `make test-all` all."""
+"""Parameters of tests. `make test` runs a few of them, and `make test-all` runs all."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

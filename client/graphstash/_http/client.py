@@ -274,7 +274,7 @@ class ServerClient:
         return _parsed(schema.VerifyResponse, answer)
 
     def describe(self, descriptions: Sequence[Description]) -> None:
-        """Upload up to `MAX_DESCRIPTIONS` descriptions, with which the server explains misses."""
+        """Upload up to `MAX_DESCRIPTIONS` descriptions. The server explains misses with them."""
         from graphstash_schema.explanation import DescribeRequest
 
         request = DescribeRequest(artifacts=tuple(descriptions))

@@ -94,7 +94,7 @@ def gather_bytes(size, workers):
 
 
 def look_bytes(cell):
-    """Return the bytes by which a block-sparse all-reduce agrees on the call and the blocks."""
+    """Return the bytes that a block-sparse all-reduce sends to agree on the call and the blocks."""
     workers, bitmap, numbers = cell.workers, -(-cell.blocks // 8), cell.own * NUMBER
     by_number = workers * numbers < 2 * bitmap
     union = gather_bytes(numbers, workers) if by_number else ring_bytes(bitmap, workers, 1)

@@ -1,4 +1,4 @@
-"""Measure optimizer fusion: CPU time and memory of a step, and those of torch's own ways.
+"""Measure optimizer fusion: CPU time and memory of a step, beside torch's own ways.
 
     python tests/benchmarks/training/run.py --parts fusion
 

@@ -54,8 +54,8 @@ class Run:
         best: the lowest cost after 1, 2, ... measurements.
         seconds: wall time until then, of choosing and measuring.
         failed: number of configurations that did not work.
-        final: the lowest cost of its finalists, measured against those of the other arms; None if
-            costs are exact.
+        final: the lowest cost of its finalists, measured against the finalists of the other
+            arms; None if costs are exact.
     """
 
     best: list[float]
@@ -133,7 +133,7 @@ def rows_of(problem, runs, most):
 
 
 def saved(rows):
-    """Return the share of time that `g-bfs`'s best kernel saves, relative to those in `PAPER`."""
+    """Return the share of time that `g-bfs`'s best kernel saves beside the kernels of `PAPER`."""
     shares = {}
     for arm in PAPER:
         if arm in rows and "g-bfs" in rows:

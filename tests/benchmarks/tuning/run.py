@@ -2,10 +2,10 @@
 
     .venv/bin/python tests/benchmarks/tuning/run.py [--tables FOLDER] [--gemm LENGTH ...]
 
-Costs of lattices and tables are looked up, so many seeds take minutes. All searchers share every
-seed. A table is a CSV file, perhaps with .gz: a column for each parameter, then `milliseconds`,
-which is a number or `invalid`. `--gemm` adds matrix multiplications that TVM compiles. A
-measurement takes 0.2 to 1 s, so choose an affordable size:
+A search on a lattice or a table looks costs up instead of measuring, so many seeds take minutes.
+All searchers run with the same seeds. A table is a CSV file, perhaps with .gz: a column for each
+parameter, then `milliseconds`, which is a number or `invalid`. `--gemm` adds matrix multiplications
+that TVM compiles. A measurement takes 0.2 to 1 s, so choose an affordable size:
 
     --lattices --gemm 256 512 1024 --seeds 5 --most 0.001
 

@@ -160,7 +160,8 @@ torch.compile(lambda x: x.sin())(torch.ones(4))
 def _code(name: str, before: str, *values: str, text: str = _BACKWARD, **how: Any) -> Pair:
     """Return a pair with different custom operations.
 
-    Its programs run in one process with those of other pairs. If they change torch, use `_changes`.
+    Its programs share a process with the programs of other pairs. If they change torch, use
+    `_changes`.
     """
     how = {"in_one_process": True} | how
     return pair(name, f"{_DEFINE}\n{before}\n{text}", *values, **how)

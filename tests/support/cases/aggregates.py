@@ -327,7 +327,7 @@ def require_ones(made: AggregatedAllReduce, elements: int = 10) -> None:
 
 
 def told_to_end() -> None:
-    """Require that aggregators ignore the signals by which schedulers end all processes."""
+    """Require that aggregators ignore the signals that schedulers send to all processes."""
     with AggregatedAllReduce() as made:
         session: Any = made._session
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):

@@ -13,7 +13,7 @@ __all__ = ["growth"]
 def growth(
     *, settings: dict[str, Any], small: str, large: str, is_file: bool
 ) -> dict[str, str | int]:
-    """Return the memory of the large artifact, less that of the small one, and its SHA-256."""
+    """Return how much more memory the large artifact needs than the small one, and its SHA-256."""
     Path(settings["cache_dir"]).mkdir(mode=0o700, exist_ok=True)
     target = Path(settings["cache_dir"]) / "payload"
     small_key, large_key = (ArtifactKey.parse(*key.split("/")) for key in (small, large))

@@ -82,7 +82,7 @@ def trained(parallel: Parallel, *, accumulate: int, bad: tuple[int, ...]) -> dic
 
 
 def on_torch_xla() -> None:
-    """Record the reduction on the one device of a CPU, as if it were one of two."""
+    """Record the reduction as in a world of two devices. A CPU has only one."""
     os.environ["XLA_ALWAYS_ALLREDUCE"] = "1"  # although there is only one device
     import torch_xla
 

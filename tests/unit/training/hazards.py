@@ -1217,7 +1217,7 @@ class OrderOfState(Loop):
 
 @hazard()
 class OrderOfNewState(OrderOfState):
-    """The state of some parameters begins later than that of others."""
+    """Some parameters get their state later than others."""
 
     def loss(self, step):
         x, y = self.batch(step)
@@ -1352,7 +1352,7 @@ class Names(TorchDispatchMode):
 
 @hazard()
 class OperationsAreNamed(Loop):
-    """Those of forward and backward, or those of a whole step."""
+    """The loop names the operations of forward and backward, or of a whole step."""
 
     def backward(self, step):
         if step not in {2, 3}:

@@ -698,8 +698,9 @@ class SyncFreeOptimizer(Optimizer):
 
     def _other_makers(self, saved: Mapping[str, Any]) -> list[str]:
         """Return the names of the optimizers that may have saved a group, or an empty list if this
-        class may have. Of the optimizers whose options are all in the group, those with the most
-        options count. State names prove little: half of all optimizers have an `exp_avg`.
+        class may have. If the group has all options of several optimizers, only the optimizers
+        with the most options count. State names prove little: half of all optimizers have an
+        `exp_avg`.
         """
         fitting = [
             (len(names), maker) for maker, names in _options_of_makers() if names <= {*saved}

@@ -115,7 +115,7 @@ class State:
         )
 
     def hooks(self) -> Hashable:
-        """Return which hooks are registered: global ones, and those of modules, parameters and
+        """Return the registered hooks: global hooks, and hooks of modules, parameters and
         optimizers. A graph calls no hook, but repeats what the hooks did at its capture.
         """
         return (
@@ -136,8 +136,8 @@ class State:
     def unguarded(self) -> Hashable:
         """Return the state that `torch.compile` reads and does not compare at the next call.
 
-        It consists of the global hooks, of which modules have hooks, and of which parameters are
-        tied: torch 2.7 and 2.15 use the graph of tied weights for a model without them.
+        It contains the global hooks, the modules that have hooks, and the tied parameters. torch
+        2.7 and 2.15 use the graph of a model with tied weights for a model without them.
         """
         ids = [id(p) for m in self._modules for p in m._parameters.values() if p is not None]
         first: dict[int, int] = {}
