@@ -30,7 +30,7 @@ from graphstash.training.fusion.uses import (
     StandIn,
     Tripwire,
     WaitingState,
-    is_held,
+    is_in_dispatch_mode,
     is_named,
     stand_in_for,
 )
@@ -314,11 +314,10 @@ class BackwardFusion(Fusion):
 
     def _update(self, unit: _Unit, options: Options) -> None:
         if not self._is_stepping and (
-            _has_modes()
+            is_in_dispatch_mode()
             or any(
-                is_held(each) or is_named(each) or any(map(is_held, self.state_of(each)))
+                self.is_held(each) or (not is_sharded(each) and is_named(each))
                 for each in unit.parameters
-                if not is_sharded(each)
             )
         ):
             self._leave(unit.parameters)  # other code could use it before `step()`
@@ -459,7 +458,9 @@ class BackwardFusion(Fusion):
         if self._watched is not None:
             return None
         options, token, parameters = self._begin_update(), self._step_token, bucket.parameters()
-        is_left = _has_modes()  # by this rank; an updater also changes what all ranks reduce
+        is_left = (
+            is_in_dispatch_mode()
+        )  # by this rank; an updater also changes what all ranks reduce
 
         def update(gradients: Sequence[Tensor | None]) -> None:
             pairs = zip(parameters, gradients, strict=True)
@@ -476,11 +477,7 @@ class BackwardFusion(Fusion):
         Parameters without a gradient take part: they may share a step count with the others.
         """
         unit = self._bucket_unit(list(gradients))
-        if any(
-            is_held(each, None) or any(map(is_held, self.state_of(each)))
-            for each in unit
-            if not is_sharded(each)
-        ):
+        if any(self.is_held(each, None) for each in unit):
             return  # other code could use a parameter before `step()`, which updates the bucket
         previous = [each.grad for each in unit]
         try:
@@ -673,11 +670,6 @@ def _refusal(
             live_fusion.refuse_stand_in(live_parameter, operation)
 
     return refuse
-
-
-def _has_modes() -> bool:
-    """Return whether a TorchDispatchMode is active, which need not be so in `step()`."""
-    return bool(torch._C._len_torch_dispatch_stack())
 
 
 def _memory_of(gradient: Tensor) -> StorageWeakRef | None:

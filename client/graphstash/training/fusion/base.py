@@ -19,7 +19,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 from graphstash.training.fusion.guards import Guards
 from graphstash.training.fusion.parameters import FusionError, Memory, named
 from graphstash.training.fusion.partial_step import PartialStep, undecorated
-from graphstash.training.fusion.uses import WaitingState
+from graphstash.training.fusion.uses import WaitingState, is_held
 from graphstash.training.optimizers.base import SyncFreeOptimizer
 from graphstash.training.sharding import is_flat_parallel, is_sharded, local
 
@@ -179,6 +179,14 @@ class Fusion(ABC):
         """Return the tensors of a parameter's state."""
         values = self.state().get(parameter, {}).values()
         return [value for value in values if isinstance(value, Tensor)]
+
+    def is_held(self, parameter: Tensor, references: int | None = 1) -> bool:
+        """Return whether other objects share the memory of an unsharded parameter or its state.
+        `references` is as in `uses.is_held`.
+        """
+        return not is_sharded(parameter) and (
+            is_held(parameter, references) or any(map(is_held, self.state_of(parameter)))
+        )
 
     def before_new_state(self, parameters: Iterable[Tensor]) -> None:
         """Remember which parameters have state, if an update of these may create more."""

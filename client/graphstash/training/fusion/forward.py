@@ -30,6 +30,7 @@ from graphstash.training.fusion.uses import (
     Tripwire,
     WaitingState,
     is_held,
+    is_in_dispatch_mode,
     references_of_ddp,
 )
 from graphstash.training.sharding import is_fully_sharded, is_sharded, local
@@ -153,30 +154,26 @@ class ForwardFusion(Fusion):
         self._take_gradients()
 
     def _take_gradients(self) -> None:
-        if torch._C._len_torch_dispatch_stack():
+        if is_in_dispatch_mode():
             return  # a TorchDispatchMode must see the updates, and may be gone in the next forward
         of_ddp = references_of_ddp(self._reduced)
         self.before_new_state(self.parameters)
         for unit in self._all_units:
-            if any(self._is_held(each, of_ddp if each in self._reduced else 1) for each in unit):
+            if any(self._is_shared(each, of_ddp if each in self._reduced else 1) for each in unit):
                 continue  # the step updates the unit
             for parameter in unit:
                 if parameter.grad is not None:
                     self._waiting[parameter] = parameter.grad
                     parameter.grad = None
 
-    def _is_held(self, parameter: Tensor, references: int) -> bool:
+    def _is_shared(self, parameter: Tensor, references: int) -> bool:
         """Return whether other objects share the memory of an unsharded parameter, its gradient or
         its state.
         """
-        if is_sharded(parameter):
-            return False
-        gradient = parameter.grad
-        return (
-            is_held(parameter, references)
-            or (gradient is not None and is_held(gradient, _REFERENCES_TO_GRADIENT))
-            or any(map(is_held, self.state_of(parameter)))
-        )
+        if self.is_held(parameter, references):
+            return True
+        gradient = None if is_sharded(parameter) else parameter.grad
+        return gradient is not None and is_held(gradient, _REFERENCES_TO_GRADIENT)
 
     def _watch_new_gradients(self) -> None:
         of = weakref.ref(self)
@@ -348,8 +345,7 @@ class ForwardFusion(Fusion):
             self.optimizer.state = self._state.state
         try:
             self._require_same_state(states)
-            is_in_mode = torch._C._len_torch_dispatch_stack() > 0
-            with _disable_current_modes() if is_in_mode else nullcontext():
+            with _disable_current_modes() if is_in_dispatch_mode() else nullcontext():
                 self.partial_step(
                     unit, self._options, found_inf=self._found_inf, grad_scale=self._grad_scale
                 )

@@ -32,6 +32,7 @@ __all__ = [
     "Tripwire",
     "WaitingState",
     "is_held",
+    "is_in_dispatch_mode",
     "is_named",
     "references_of_ddp",
     "stand_in_for",
@@ -115,6 +116,11 @@ def is_held(tensor: Tensor, references: int | None = 1) -> bool:
     if tensors > _UNHELD[0] or objects > _UNHELD[1]:
         return True
     return references is not None and _references_to(tensor) > references
+
+
+def is_in_dispatch_mode() -> bool:
+    """Return whether a TorchDispatchMode is active in this thread. It may end before `step()`."""
+    return bool(torch._C._len_torch_dispatch_stack())
 
 
 def _references_to(tensor: Tensor) -> int:
