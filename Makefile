@@ -43,8 +43,8 @@ ASK_NPM := $(BIN)/python -c 'from urllib.request import urlopen; \
     urlopen("$(NPM)", timeout=30); print("--npm")' 2>/dev/null
 
 test-all: $(VENV)/.installed $(VENV)/.packages  ## Run every test, with every compiler version
-	$(PYTEST) --extended $(shell $(ASK_NPM)) $(TESTS)
-	@$(ASK_NPM) >/dev/null || echo 'NOT RUN: tests marked npm (blobs in Azure): $(NPM) gives no answer.'
+	npm=$$($(ASK_NPM)); $(PYTEST) --extended $$npm $(TESTS) && { test -n "$$npm" \
+	    || echo 'NOT RUN: tests marked npm (blobs in Azure): $(NPM) gives no answer.'; }
 	$(if $(TESTS),,@$(MAKE) --no-print-directory .test-images)
 
 # The map is the table under "Which tests prove a change" in CONTRIBUTING.md.

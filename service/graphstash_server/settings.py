@@ -54,7 +54,7 @@ ENV_PREFIX = "GRAPHSTASH_"
 
 _MIB = 1024**2
 _MAX_WORKERS = 64
-_PREFIX = r"^$|^[A-Za-z0-9!_.*'()/-]+/$"
+_KEY_PREFIX = r"^$|^[A-Za-z0-9!_.*'()/-]+/$"
 
 
 def _user_data_dir() -> Path:
@@ -266,7 +266,7 @@ class StoreSettings(_Group):
     s3_bucket: str = ""
     """Bucket of the blobs, which must exist. Credentials come from the usual AWS sources
     (AWS_ACCESS_KEY_ID, a profile, the host's role), never from a graphstash setting."""
-    s3_prefix: str = Field("", pattern=_PREFIX)
+    s3_prefix: str = Field("", pattern=_KEY_PREFIX)
     """Prefix of all object names, ending with a slash. Empty by default, for a bucket that only the
     cache uses."""
     s3_endpoint_url: str | None = Field(None, pattern=r"^https?://[^/\s]+/?$")
@@ -282,12 +282,12 @@ class StoreSettings(_Group):
     gcs_bucket: str = ""
     """Bucket of the blobs, which must exist. Credentials are Google's application default
     credentials (the host's or pod's service account, GOOGLE_APPLICATION_CREDENTIALS)."""
-    gcs_prefix: str = Field("", pattern=_PREFIX)
+    gcs_prefix: str = Field("", pattern=_KEY_PREFIX)
     """Prefix of all object names, ending with a slash. Empty by default."""
     azure_container: str = ""
     """Container of the blobs, which must exist. Account and credentials come from
     AZURE_STORAGE_ACCOUNT_NAME and the other variables of Azure, or the host's managed identity."""
-    azure_prefix: str = Field("", pattern=_PREFIX)
+    azure_prefix: str = Field("", pattern=_KEY_PREFIX)
     """Prefix of all blob names, ending with a slash. Empty by default."""
     tier_limit_bytes: ByteSize = Field(ByteSize(10 * 1024 * _MIB), ge=0)
     """Size of the disk tier in front of a bucket, in bytes. The server evicts the least recently

@@ -7,6 +7,7 @@ unfinished parts after a week.
 
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from io import BytesIO
 from typing import Any, BinaryIO, Final, cast
 
 import obstore
@@ -102,10 +103,10 @@ class AzureBucket(Bucket):
             raise ShortBlobError(f"{self.name} sent another part than {start}-{stop}")
         return Found(found.meta["size"], _Stream(iter(found.stream(min_chunk_size=CHUNK_BYTES))))
 
-    def head(self, key: str) -> int | None:
+    def head(self, key: str) -> Found | None:
         """See `Bucket.head`."""
         try:
-            return obstore.head(self._store, key)["size"]
+            return Found(obstore.head(self._store, key)["size"], BytesIO())
         except FileNotFoundError:
             return None
 

@@ -53,7 +53,7 @@ class Body(Protocol):
 
 
 class Found(NamedTuple):
-    """The response to a GET. `size_bytes` is the size of the whole object."""
+    """The response to a GET or HEAD. `size_bytes` is the size of the whole object."""
 
     size_bytes: int
     body: Body
@@ -152,8 +152,8 @@ class Bucket(ABC):
         ...
 
     @abstractmethod
-    def head(self, key: str) -> int | None:
-        """Return the size of an object. None may also mean that the bucket is absent."""
+    def head(self, key: str) -> Found | None:
+        """Return an object with an empty body. None may also mean that the bucket is absent."""
         ...
 
     @abstractmethod

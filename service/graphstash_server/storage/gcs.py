@@ -6,6 +6,7 @@ would break off a reader. One response of the JSON API has all bytes of one gene
 
 import os
 from collections.abc import Iterator, Sequence
+from io import BytesIO
 from typing import Any, Final, cast
 from urllib.parse import quote
 
@@ -130,10 +131,10 @@ class GcsBucket(Bucket):
             raise ShortBlobError(f"{self.name} sent another part than {start}-{stop}")
         return int(size)
 
-    def head(self, key: str) -> int | None:
+    def head(self, key: str) -> Found | None:
         """See `Bucket.head`."""
         found = self._bucket.get_blob(key, timeout=_TIMEOUT, retry=_RETRY)
-        return None if found is None else int(found.size)
+        return None if found is None else Found(int(found.size), BytesIO())
 
     def put(self, key: str, sending: Sending, digest: Digest) -> None:
         """Store a blob with a CRC32C, see `Bucket.put`. Google discards an upload in parts that is

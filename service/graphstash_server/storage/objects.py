@@ -277,12 +277,7 @@ class ObjectBlobStore(BlobStore):
 
     def _open(self, digest: Digest) -> _ObjectReader | None:
         for key in self._keys(digest):
-            found = self._bucket.get(key)
-            if found is not None and found.size_bytes != digest.size_bytes:
-                found.body.close()
-                found = self._bucket.get(key)
-                if found is not None and found.size_bytes != digest.size_bytes:
-                    self._refuse_if_listed_whole(key, digest, found)
+            found = self._found(self._bucket.get, key, digest)
             if found is not None:
                 return _ObjectReader(found, key=key, bucket=self._bucket, threads=self._threads)
         return None
@@ -292,40 +287,38 @@ class ObjectBlobStore(BlobStore):
         body, so a 404 from a gateway or for a missing bucket looks like a lost blob. After a 404, a
         GET must confirm that the object itself is missing.
         """
-        size_bytes = self._bucket.head(key)
-        if size_bytes not in {None, digest.size_bytes}:
-            size_bytes = self._bucket.head(key)
-            if size_bytes not in {None, digest.size_bytes}:
-                self._refuse_if_listed_whole(key, digest, size_bytes)
-        if size_bytes is not None:
-            return size_bytes
-        found = self._bucket.get(key)
+        found = self._found(self._bucket.head, key, digest)
+        if found is None:
+            found = self._found(self._bucket.get, key, digest)
         if found is None:
             return None
         found.body.close()
         return found.size_bytes
 
-    def _refuse_if_listed_whole(self, key: str, digest: Digest, found: Found | int | None) -> None:
-        """Raise if a listing, which has the size in its body, reports the size of the digest.
+    def _found(self, send: Callable[[str], Found | None], key: str, digest: Digest) -> Found | None:
+        """Call `send`, which sends a GET or HEAD of a blob, and return its response. Blocks.
 
-        Two responses announced another size, so headers may be damaged on their way.
-
-        Raises:
-            ServerError: 503. The blob may be intact.
+        A size other than the digest's may be a damaged header. If a second response has it too, the
+        store lists the blob, because a listing has the size in its body. If that is the size of the
+        digest, only the headers are damaged, and the store raises `unavailable`.
         """
+        found = send(key)
+        if found is None or found.size_bytes == digest.size_bytes:
+            return found
+        found.body.close()
+        found = send(key)
+        if found is None or found.size_bytes == digest.size_bytes:
+            return found
         listed = next(self._bucket.pages(key), ())
-        if (key, digest.size_bytes) not in [(each.key, each.size_bytes) for each in listed]:
-            return
-        size_bytes = found
-        if isinstance(found, Found):
+        if (key, digest.size_bytes) in [(each.key, each.size_bytes) for each in listed]:
             found.body.close()
-            size_bytes = found.size_bytes
-        raise ServerError(
-            ErrorCode.UNAVAILABLE,
-            f"the blob store lists blob {digest} with {digest.size_bytes} bytes and announces "
-            f"{size_bytes}: headers are damaged on their way from it, so nothing was dropped; "
-            "check the network and proxies between, then retry",
-        )
+            raise ServerError(
+                ErrorCode.UNAVAILABLE,
+                f"the blob store lists blob {digest} with {digest.size_bytes} bytes and announces "
+                f"{found.size_bytes}: headers are damaged on their way from it, so nothing was "
+                "dropped; check the network and proxies between, then retry",
+            )
+        return found
 
     def _keys(self, digest: Digest) -> tuple[str, ...]:
         """Return the newest name, then the first name if it is another one."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from email.utils import parsedate_to_datetime
 from functools import partial
+from io import BytesIO
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import boto3
@@ -130,11 +131,10 @@ class S3Bucket(Bucket):
             raise ShortBlobError(f"{self.name} sent another part than {start}-{stop}")
         return Found(int(size) if size.isdecimal() else stop, found["Body"])
 
-    def head(self, key: str) -> int | None:
+    def head(self, key: str) -> Found | None:
         """See `Bucket.head`."""
-        head = partial(self._client.head_object, Bucket=self.name, Key=key)
-        described = _unless_404(head)
-        return None if described is None else _size_of(described)
+        described = _unless_404(partial(self._client.head_object, Bucket=self.name, Key=key))
+        return None if described is None else Found(_size_of(described), BytesIO())
 
     def put(self, key: str, sending: Sending, digest: Digest) -> None:
         """Store a blob, see `Bucket.put`. If a part fails, the transfer manager aborts the
