@@ -181,11 +181,11 @@ class InFlightCompile:
 
     def publish_bytes(
         self,
-        payload: bytes,
+        payload: bytes | memoryview,
         *,
         compile_seconds: float,
     ) -> None:
-        """Upload a result from memory, like `publish`. Counts an OSError as a fallback."""
+        """Upload a copy of a result in memory, like `publish`. Counts an OSError as a fallback."""
         path: Path | None = None
         try:
             with tempfile.NamedTemporaryFile(prefix="graphstash-", delete=False) as file:

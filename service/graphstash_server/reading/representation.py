@@ -51,9 +51,7 @@ _OTHER_CONDITIONS: Final = ("if-match", "if-modified-since", "if-unmodified-sinc
 CONDITIONS: Final = ("if-none-match", "if-range", "range", HEADER_ACCEL, *_OTHER_CONDITIONS)
 """Request headers that `representation_of` and `description_of` read."""
 
-_SET_BY_NGINX: Final = frozenset(
-    {"Content-Range", "Accept-Ranges", "Cache-Control", "Content-Disposition"}
-)
+_SET_BY_NGINX: Final = frozenset({"Accept-Ranges", "Cache-Control", "Content-Disposition"})
 """Headers that nginx sets itself. It would copy them from this process even to its own errors."""
 
 _CACHE_CONTROL: Final = {

@@ -6,17 +6,15 @@
 """
 
 import logging
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from time import monotonic
 from typing import Any, Final
 
 from graphstash._compile.cache import CompileCache, InFlightCompile
 from graphstash._compile.request import CompileRequest
-from graphstash.errors import CacheError, LocalTierError, Reason
+from graphstash.errors import CacheError, Reason
 from graphstash.hooks.pjrt.abi import UNIMPLEMENTED, Function
 from graphstash.hooks.pjrt.api import PjrtError
 from graphstash.hooks.pjrt.fingerprint import Fingerprints, Topology, label_of, toolchain
@@ -130,14 +128,9 @@ class Call(ABC):
         """
         if (compilation := self.compilation) is None:
             return
-        path: Path | None = None
         try:
-            with (
-                self.plugin.api.serialized(Function.EXECUTABLE_SERIALIZE, executable) as payload,
-                tempfile.NamedTemporaryFile(prefix="graphstash-", delete=False) as file,
-            ):
-                path = Path(file.name)
-                file.write(payload)
+            with self.plugin.api.serialized(Function.EXECUTABLE_SERIALIZE, executable) as payload:
+                compilation.publish_bytes(payload, compile_seconds=compile_seconds)
         except PjrtError as error:
             if error.code != UNIMPLEMENTED:
                 raise
@@ -149,16 +142,6 @@ class Call(ABC):
                 error,
             )
             return
-        except OSError as error:
-            self.cache.record_fallback(LocalTierError(str(error)))
-            if path is not None:
-                path.unlink(missing_ok=True)
-            return
-        compilation.publish(
-            path,
-            compile_seconds=compile_seconds,
-            done=lambda: path.unlink(missing_ok=True),
-        )
         self.compilation = None  # the upload ends it
 
 
@@ -171,19 +154,11 @@ class ClientCall(Call):
         request = self.describe(fingerprints, topology) if _is_served(topology) else None
         if request is None:
             return False
-        try:
-            with tempfile.TemporaryDirectory(
-                prefix="graphstash-", ignore_cleanup_errors=True
-            ) as directory:
-                payload = Path(directory) / "payload"
-                self.compilation = self.cache.fetch_or_start(request, payload)
-                if self.compilation is not None:
-                    return False
-                serialized = payload.read_bytes()
-        except OSError as error:
-            self.cache.record_fallback(LocalTierError(str(error)))
+        found = self.cache.fetch_bytes_or_start(request)
+        if isinstance(found, InFlightCompile):
+            self.compilation = found
             return False
-        return self._load(request.key, serialized)
+        return self._load(request.key, found)
 
     def publish(self, *, compile_seconds: float) -> None:
         """Publish the executable as the result of the compilation that `serve` began."""

@@ -14,7 +14,6 @@ without a new graph. Then each step only calls `stat` on the directory, in about
 
 import hashlib
 import json
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -149,7 +148,8 @@ class HintMode:
                 self._publish(name, self._cache.begin(request), seconds)
         self._quiet_steps += 1
         if pending.compilation is not None and new:
-            self._publish_hint(pending.compilation, new)
+            # The publisher keeps the order of uploads: a job that finds the hint finds its files.
+            pending.compilation.publish_bytes(json.dumps(new).encode(), compile_seconds=0.0)
         elif pending.compilation is not None:
             pending.compilation.abandon()
 
@@ -161,15 +161,10 @@ class HintMode:
         if hint in self._asked:
             return None  # a repeated step: its graphs are in memory, or their upload is running
         self._asked.add(hint)
-        with tempfile.TemporaryDirectory(
-            prefix="graphstash-", ignore_cleanup_errors=True
-        ) as directory:
-            payload = Path(directory) / "names"
-            compilation = self._hints.fetch_or_start(self._fingerprints.request(hint), payload)
-            if compilation is not None:
-                return compilation
-            names = _read_names(payload)
-        for name in names:
+        found = self._hints.fetch_bytes_or_start(self._fingerprints.request(hint))
+        if isinstance(found, InFlightCompile):
+            return found
+        for name in _names_in(found):
             if name not in self._known and self._cache.try_fetch(
                 self._fingerprints.request(name).key, self._directory / name
             ):
@@ -196,17 +191,6 @@ class HintMode:
         path = self._directory / name
         publish_file(path, compilation, compile_seconds=seconds)
 
-    def _publish_hint(self, hint: InFlightCompile, names: list[str]) -> None:
-        with tempfile.NamedTemporaryFile(prefix="graphstash-", delete=False) as file:
-            path = Path(file.name)
-            file.write(json.dumps(names).encode())
-        # The publisher keeps the order of uploads, so a job that finds the hint finds its files.
-        hint.publish(
-            path,
-            compile_seconds=0.0,
-            done=lambda: path.unlink(missing_ok=True),
-        )
-
 
 class _FallbacksOnly(Counters):
     """Forwards fallbacks to the main counters, and discards all other counts."""
@@ -219,9 +203,9 @@ class _FallbacksOnly(Counters):
         return self._main.fallback(reason)
 
 
-def _read_names(payload: Path) -> list[str]:
+def _names_in(payload: bytes) -> list[str]:
     with suppress(ValueError, RecursionError):
-        names = json.loads(payload.read_bytes())
+        names = json.loads(payload)
         if isinstance(names, list):
             named = [name for name in names if isinstance(name, str) and name.isdigit()]
             return named[:_MAX_NAMES]
