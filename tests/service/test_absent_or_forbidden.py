@@ -21,7 +21,6 @@ def words_of(api, number):
         "namespace": api.namespace,
         "name": f"manifest-{number}",
         "id": "a" * 16,
-        "token_id": "a" * 16,
         "run": f"run-{number}",
         "process": "p0",
     }

@@ -12,6 +12,7 @@ from graphstash_server.storage import open_blob_store
 from graphstash_server.testing import LiveServer, as_chunks, read_blob
 from support.emulators import Azurite, FakeGcs
 from support.s3_proxy import S3Fault, S3Proxy
+from support.waiting import until
 
 SMALL = b"small" * 1000
 PARTS = bytes(range(256)) * 80_000  # 20 MB: sent in parts
@@ -99,26 +100,32 @@ def test_server_answers_503_while_store_is_down_and_keeps_its_rows(
         assert api.get(2).status_code == 404
 
 
-async def test_request_that_fails_once_is_repeated(kind, emulator, tmp_path, monkeypatch):
-    with S3Proxy(emulator.port) as proxy:
+@pytest.fixture
+def proxy(emulator, monkeypatch):
+    with S3Proxy(emulator.port) as made:
         for name, value in emulator.variables.items():
-            monkeypatch.setenv(name, value.replace(emulator.url, proxy.url))
-        async with open_blob_store(settings_of(kind, emulator.new_bucket(), tmp_path)) as store:
-            proxy.fault, proxy.left = S3Fault.FAILING, 1
-            await put(store, SMALL)
-            assert proxy.left == 0
-            proxy.left = 1
-            assert await read_blob(store, Digest.of(SMALL)) == SMALL
-            assert proxy.left == 0
+            monkeypatch.setenv(name, value.replace(emulator.url, made.url))
+        yield made
 
 
-def test_upload_that_is_cancelled_leaves_nothing(kind, emulator, tmp_path):
+async def test_request_that_fails_once_is_repeated(kind, emulator, proxy, tmp_path):
+    async with open_blob_store(settings_of(kind, emulator.new_bucket(), tmp_path)) as store:
+        proxy.fault, proxy.left = S3Fault.FAILING, 1
+        await put(store, SMALL)
+        assert proxy.left == 0
+        proxy.left = 1
+        assert await read_blob(store, Digest.of(SMALL)) == SMALL
+        assert proxy.left == 0
+
+
+def test_upload_that_is_cancelled_leaves_nothing(kind, emulator, proxy, tmp_path):
     async def cancelled():
         settings = settings_of(kind, emulator.new_bucket(), tmp_path)
         async with open_blob_store(settings) as store:
             with emulator.frozen():
+                asked = len(proxy.seen)
                 task = asyncio.create_task(put(store, PARTS))
-                await asyncio.sleep(0.5)
+                await asyncio.to_thread(until, lambda: len(proxy.seen) > asked)
                 task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         async with open_blob_store(settings) as store:

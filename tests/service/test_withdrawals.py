@@ -199,15 +199,13 @@ async def test_concurrent_withdrawals_of_all_kinds_are_numbered_without_gaps(ope
             else server.put(b"new %d" % number, number, policy=OVERWRITE)
             for number, server in enumerate([one, other] * 12)
         ]
-        highest, is_done = 0, False
+        is_done = False
 
         async def watch():
-            nonlocal highest
             while not is_done:
                 page = await page_of(one)
                 numbers = [each.number for each in page.withdrawals]
                 assert numbers == list(range(1, page.newest.number + 1))
-                highest = max(highest, page.newest.number)
                 await asyncio.sleep(0)
 
         watching = asyncio.create_task(watch())
@@ -216,20 +214,13 @@ async def test_concurrent_withdrawals_of_all_kinds_are_numbered_without_gaps(ope
         await watching
         page = await page_of(other)
         assert [each.number for each in page.withdrawals] == list(range(1, 25))
-        assert highest <= 24
 
 
-async def test_look_up_and_empty_page_take_one_statement(opened):
+async def test_empty_page_takes_one_statement(opened):
     async with opened() as server:
         await withdraw(server, 1, 2)
-        await server.put(b"blob", 3)
-        keys = [key_of(number) for number in range(1, 4)]
-        await server.context.artifacts.lookup(TEAM, keys, caller="")  # protects the artifacts
-        with recorded() as statements:
-            found = await server.context.artifacts.lookup(TEAM, keys, caller="")
-        assert len(statements) == 1
+        found = await server.context.artifacts.lookup(TEAM, [key_of(1)], caller="")
         assert found.newest_withdrawal.number == 2
-        assert list(found.artifacts) == [key_of(3)]
         with recorded() as statements:
             await page_of(server, found.newest_withdrawal)
         assert len(statements) == 1

@@ -266,7 +266,9 @@ def test_workers_that_fail_to_start_stop_a_rolling_restart_and_are_retried(start
     assert "ok" in asked(server)
     server.kill_worker(min(old))
     until(lambda: "restarting it in 1 s" in server.log)
-    assert re.findall(r"restarting it in (\S+) s", server.log)[:3] == ["0", "0.5", "1"]
+    pauses = re.findall(r"restarting it in (\S+) s", server.log)
+    third = pauses.index("1")  # the killed worker counts only if it was killed soon
+    assert pauses[third - 2 : third + 1] == ["0", "0.5", "1"]
     assert "ok" in asked(server)
     server.kill_worker(max(old))
     until(lambda: server.log.count("was killed by SIGKILL") == 2)
