@@ -410,6 +410,11 @@ def other(model=None, optimizer=training.SGD, parameters=None, data=None):
     return model, optimizer(parameters or model.parameters(), lr=0.1), data or usual_data
 
 
+def of_another(optimizer):
+    del optimizer
+    return torch.optim.lr_scheduler.LinearLR(other()[1])
+
+
 ONE = [nn.Parameter(torch.ones(1))]
 
 
@@ -427,6 +432,7 @@ FOR_TWO = training.Batches((torch.ones(8, 4), torch.ones(8, 1)), 2, rank=1, worl
         ({}, {"job": "no name!!"}, "job: "),
         ({}, {"loss": lambda model, batch: model(batch[0])}, r"the loss is \[4, 1\], not one numb"),
         ({}, {"schedule": torch.optim.lr_scheduler.ReduceLROnPlateau}, "needs a metric"),
+        ({}, {"schedule": of_another}, "the schedule, a LinearLR, was made of another optimizer"),
     ],
 )
 def test_untrainable_arguments_are_refused_with_reason(changed, options, message):

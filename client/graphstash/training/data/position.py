@@ -23,7 +23,13 @@ from torch.utils import _pytree as pytree
 
 from graphstash.errors import ConfigError
 
-__all__ = ["DataPosition", "host_random_state", "random_state", "set_random_state"]
+__all__ = [
+    "DataPosition",
+    "generators_of",
+    "host_random_state",
+    "random_state",
+    "set_random_state",
+]
 
 _REMEDY: Final = (
     "give Batches, a DataLoader, or an object whose __iter__ starts again (or that has state_dict "
@@ -130,20 +136,25 @@ class DataPosition:
 
     def _begin(self, start: dict[str, Any] | None) -> Iterator[Any]:
         """Begin an epoch. Before that, restore `start` of the random generators, or record it."""
-        parts = _parts(self._data)
-        generators = _generators(parts)
+        generators = generators_of(self._data)
         if start is not None:
             if self._epoch and getattr(self._data, "persistent_workers", False):
                 # Starting the workers draws a number. The saved epoch reused its workers and drew
                 # none, so start them before the state is restored.
                 iter(self._data)
             set_random_state(start["host"])
+            if len(generators) != len(start["own"]):
+                raise ConfigError(
+                    f"the data had {len(start['own'])} generators of random numbers when its "
+                    f"position was saved and has {len(generators)} now: give the same data, or "
+                    "start again in an empty directory"
+                )
             for generator, state in zip(generators, start["own"], strict=True):
                 generator.set_state(state)
         elif self._stateful is None:
             start = {"host": host_random_state(), "own": [g.get_state() for g in generators]}
         self._start = start
-        for part in parts:
+        for part in _parts(self._data):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(self._epoch)
         return iter(self._data)
@@ -170,8 +181,9 @@ def _parts(data: object) -> list[object]:
     return list({id(part): part for part in parts if part is not None}.values())
 
 
-def _generators(parts: list[object]) -> list[torch.Generator]:
-    found = (getattr(part, "generator", None) for part in parts)
+def generators_of(data: object) -> list[torch.Generator]:
+    """Return the distinct generators of the data, its dataset and its samplers."""
+    found = (getattr(part, "generator", None) for part in _parts(data))
     return list({id(g): g for g in found if isinstance(g, torch.Generator)}.values())
 
 

@@ -11,12 +11,11 @@ same command makes the same steps.
 """
 
 import inspect
-import logging
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from functools import wraps
 from typing import Any, Literal, ParamSpec, Self, TypeVar
@@ -46,14 +45,18 @@ from graphstash.training.loop.events import (
     TrainingResult,
 )
 from graphstash.training.loop.parallel import Parallel
-from graphstash.training.loop.training_step import Options, Stateful, TrainingStep
+from graphstash.training.loop.resuming import (
+    record,
+    require_same,
+    state_of,
+    warn_of_changes,
+)
+from graphstash.training.loop.training_step import Options, TrainingStep
 from graphstash.training.sharding import distributed_like
 from graphstash.training.traced import traced_step
 from graphstash.training.traced.step import State, StateElement
 
 __all__ = ["train"]
-
-_log = logging.getLogger("graphstash")
 
 
 class _Run:
@@ -95,8 +98,8 @@ class _Run:
             to_host(self._state())  # raises before the first step if state cannot be saved
             return
         state = found.state
-        self._require_same_arguments(found)
-        self._warn_of_changes(found)
+        require_same(found, self.options)
+        warn_of_changes(found, self.options)
         self._load_weights(state["model"], state["optimizer"])
         for name in ("schedule", "loss_scale"):
             if (part := getattr(self.options, name)) is not None:
@@ -139,55 +142,6 @@ class _Run:
                     state[name] = distributed_like(value, parameter)
         self.options.model.load_state_dict(model)
         self.options.optimizer.load_state_dict(optimizer)
-
-    def _arguments(self) -> dict[str, Any]:
-        """Return the arguments that must not change on resume."""
-        options = self.options
-        return {
-            "optimizer": type(options.optimizer).__name__,
-            "accumulate": options.accumulate,
-            "schedule": options.schedule and type(options.schedule).__name__,
-            "loss_scale": options.loss_scale and type(options.loss_scale).__name__,
-            "stateful": sorted(options.stateful),
-        }
-
-    def _require_same_arguments(self, found: Checkpoint) -> None:
-        state, arguments = found.state, self._arguments()
-        saved = state.get("arguments")
-        if saved is None:  # written by an earlier version
-            saved = arguments | {"stateful": []}
-            for name in ("schedule", "loss_scale"):
-                saved[name] = state[name] and (arguments[name] or "one")
-        for name, value in arguments.items():
-            if saved[name] != value:
-                raise ConfigError(
-                    f"{found.path} was made with {name}={saved[name]!r}, but this run has "
-                    f"{value!r}; resume with the arguments of the run that made it, or give "
-                    "another directory"
-                )
-
-    def _warn_of_changes(self, found: Checkpoint) -> None:
-        """Warn of changed arguments that are allowed on resume, but often a mistake."""
-        options, state = self.options, found.state
-        restored = (
-            (_rates(state["optimizer"]), _rates(options.optimizer.state_dict())),
-            (_constants(state["schedule"]), _constants(_state_of(options.schedule))),
-        )
-        for then, now in restored:
-            for name in sorted(then.keys() & now.keys()):
-                if then[name] != now[name]:
-                    _log.warning(
-                        "%s was made with %s=%r, but this run has %r; it resumes with %r: to start "
-                        "with another value, give another directory",
-                        *(found.path, name, then[name], now[name], then[name]),
-                    )
-        sizes, sizes_now = state.get("sizes", {}), _sizes(options)
-        for name in sorted(sizes.keys() & sizes_now.keys()):
-            if sizes[name] != sizes_now[name]:
-                _log.warning(
-                    "%s was made with %s=%r; this run resumes with %r",
-                    *(found.path, name, sizes[name], sizes_now[name]),
-                )
 
     def loop(self) -> TrainingResult:
         began = self.interval_began = time.perf_counter()
@@ -444,14 +398,13 @@ class _Run:
         # Without a recorded position, all loaded batches were trained on.
         position = self.positions.get(self.done) or self._position()
         return {
-            "arguments": self._arguments(),
-            "sizes": _sizes(self.options),
+            **record(self.options),
             "model": whole(self.options.model.state_dict()),
             "optimizer": whole(self.options.optimizer.state_dict()),
-            "schedule": _state_of(self.options.schedule),
-            "loss_scale": _state_of(self.options.loss_scale),
-            "stateful": {name: _state_of(part) for name, part in self.options.stateful.items()},
-            "reduce": _state_of(self.options.reduce),
+            "schedule": state_of(self.options.schedule),
+            "loss_scale": state_of(self.options.loss_scale),
+            "stateful": {name: state_of(part) for name, part in self.options.stateful.items()},
+            "reduce": state_of(self.options.reduce),
             # One entry per process.
             "random": self.parallel.gather(random_state(self.device) | position["random"]),
             "data": self.parallel.gather(position["data"]),
@@ -466,59 +419,6 @@ class _Run:
 
 
 _Loader = DeviceLoader[tuple[Any, ...]] | InlineLoader[tuple[Any, ...]]
-
-
-def _rates(optimizer: Mapping[str, Any]) -> dict[str, object]:
-    """Return the options of each group that no schedule changes, and initial learning rates."""
-    found: dict[str, object] = {}
-    for number, group in enumerate(optimizer["param_groups"]):
-        scheduled = {"betas", "momentum"} if "max_momentum" in group else set()
-        for name, value in group.items():
-            if name in {"params", "lr", "initial_lr"} | scheduled:
-                continue
-            if isinstance(value, (int, float, tuple)):
-                found[f"{name} of group {number}"] = value
-        if "lr" in group:
-            found[f"lr of group {number}"] = float(group.get("initial_lr", group["lr"]))
-    return found
-
-
-def _constants(schedule: Mapping[str, Any] | None) -> dict[str, object]:
-    """Return the values of a schedule and its nested schedules that no step changes."""
-    found: dict[str, object] = {}
-    for name, value in (schedule or {}).items():
-        if name == "_schedulers":
-            for number, each in enumerate(value):
-                nested = _constants(each)
-                found |= {f"{key} (schedule {number} in it)": nested[key] for key in nested}
-        elif name.lstrip("_") == "milestones":
-            found["the schedule's milestones"] = sorted(value)
-        elif (
-            isinstance(value, (int, float))
-            and not name.startswith("_")
-            and name not in {"last_epoch", "T_cur", "T_i"}
-        ):
-            found[f"the schedule's {name}"] = value
-    return found
-
-
-def _sizes(options: Options) -> dict[str, int]:
-    """Return the number of steps, and the sizes that the data reports."""
-    data: Any = options.data
-    sizes = {"steps": options.steps}
-    if isinstance(batch_size := getattr(data, "batch_size", None), int):
-        sizes["batch_size"] = batch_size
-    elif isinstance(data, Sized):  # a list of batches, or a loader with a batch sampler
-        with suppress(TypeError):
-            sizes["batches"] = len(data)
-    if isinstance(dataset := getattr(data, "dataset", None), Sized):
-        with suppress(TypeError):  # torch's Sized datasets may have no length
-            sizes["samples"] = len(dataset)
-    return sizes
-
-
-def _state_of(part: Stateful | None) -> dict[str, Any] | None:
-    return None if part is None else dict(part.state_dict())
 
 
 class _Signals:

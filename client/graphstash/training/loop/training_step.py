@@ -98,6 +98,7 @@ class Options:
         self._check_numbers()
         self._check_parameters()
         self._check_fusion()
+        self._check_schedule()
         if clash := {"loss", "loss_scale", "found_inf", "gradient_norm"} & {*self.metrics}:
             raise ConfigError(f"metrics: {', '.join(clash)} is logged without being named")
         if self.precision not in _DTYPES:
@@ -118,11 +119,6 @@ class Options:
             raise ConfigError(
                 f"{type(self.optimizer).__name__} cannot skip steps with non-finite gradients; "
                 "with a loss scale, use one of graphstash.training's optimizers"
-            )
-        if isinstance(self.schedule, ReduceLROnPlateau):
-            raise ConfigError(
-                "ReduceLROnPlateau needs a metric at every step, which would read the device; step "
-                "it in a callback's on_evaluation, or use another schedule"
             )
         if self.job is not None:
             try:
@@ -151,6 +147,18 @@ class Options:
                 "there is nothing to train: no parameter of the optimizer has requires_grad"
             )
 
+    def _check_schedule(self) -> None:
+        if isinstance(self.schedule, ReduceLROnPlateau):
+            raise ConfigError(
+                "ReduceLROnPlateau needs a metric at every step, which would read the device; step "
+                "it in a callback's on_evaluation, or use another schedule"
+            )
+        if self.schedule is not None and not _share_groups(self.schedule, self.optimizer):
+            raise ConfigError(
+                f"the schedule, a {type(self.schedule).__name__}, was made of another optimizer, "
+                "so the learning rate would never change; make it of the optimizer that trains"
+            )
+
     def _check_fusion(self) -> None:
         if self.fuse not in (None, "backward", "forward"):
             raise ConfigError(f"fuse must be None, 'backward' or 'forward' (got {self.fuse!r})")
@@ -172,6 +180,12 @@ class Options:
     def device(self) -> torch.device:
         """Device of the model."""
         return next(self.model.parameters()).device
+
+
+def _share_groups(schedule: LRScheduler, optimizer: Optimizer) -> bool:
+    """Return whether a schedule changes groups of the optimizer, which another may wrap."""
+    groups = getattr(getattr(schedule, "optimizer", optimizer), "param_groups", ())
+    return not {*map(id, groups)}.isdisjoint(map(id, optimizer.param_groups))
 
 
 class TrainingStep:
