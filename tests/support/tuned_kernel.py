@@ -44,14 +44,23 @@ def cost(kernel: Callable[[], Any], calls: int) -> float:
     return float(1e-3 * (1 + abs(configuration["tile"] - 32) / 10 + 1 / configuration["vector"]))
 
 
-def task_of(build: Callable[[Mapping[str, Any]], Any], *, target: str = "rows") -> tuning.Task:
+def is_right(result: Any) -> bool:
+    return result["tile"] != 32
+
+
+def task_of(
+    build: Callable[[Mapping[str, Any]], Any], *, target: str = "rows", **checks: Any
+) -> tuning.Task:
     """Return a task of one kernel that a function builds."""
     problem = tuning.Problem("rows", (512,), "float32", DeviceType("cpu"), "made-up 1.0")
-    return tuning.Task(problem, SPACE, tuning.CallableTarget(build, name=target, cost=cost))
+    return tuning.Task(
+        problem, SPACE, tuning.CallableTarget(build, name=target, cost=cost, **checks)
+    )
 
 
 task = task_of(build)
 other_target = task_of(build, target="rows of another library")
+checked = task_of(build, is_right=is_right)
 excessive = task_of(build_excessive)
 impossible = task_of(build_nothing)
 no_task = SPACE

@@ -76,8 +76,12 @@ def test_second_host_measures_nothing_and_gets_the_same_schedule(search, built, 
 
 
 def test_host_with_another_target_searches_again(search, built):
-    """The two targets have incomparable costs for the same problem."""
-    for name, is_searched in (("task", True), ("other_target", True), ("other_target", False)):
+    """The costs or checks of the targets differ, for the same problem."""
+    cases = (
+        *(("task", True), ("other_target", True), ("other_target", False)),
+        *(("checked", True), ("checked", False)),
+    )
+    for name, is_searched in cases:
         done = search(name, "--trials", 5, "--json", host=f"{name} {is_searched}")
         assert json.loads(done.stdout)["searched"] is is_searched
         assert (built() > 0) is is_searched

@@ -1,4 +1,4 @@
-"""A schedule with a right result only on its first call is never chosen."""
+"""A schedule that is right only on its first call, or by accident, is never chosen."""
 
 import ctypes
 
@@ -27,6 +27,7 @@ EXPECTED = {
     "scribbles": "wrong",
     "right": None,
     "right, slowly": None,
+    "leaves": "wrong",
     "adds": "wrong",
     "memoizes": "wrong",
 }
@@ -47,6 +48,17 @@ def test_a_memoized_result_passes_only_if_inputs_stay():
         assert failures(pool.compare([{"does": "memoizes"}])) == {"memoizes": None}
 
 
+def test_result_in_memory_of_an_earlier_right_result_is_wrong():
+    with Pool(wrong_kernels.target(renew=None), method=QUICK) as pool:
+        found = pool.compare([{"does": "right"}, {"does": "leaves"}])
+        assert failures(found) == {"right": None, "leaves": "wrong"}
+
+
+def test_a_check_that_returns_none_is_an_error_and_no_wrong_result():
+    with Pool(wrong_kernels.target(is_right=print), method=QUICK) as pool:
+        assert failures(pool.compare([{"does": "right"}])) == {"right": "run"}
+
+
 def test_wrong_schedules_lose_despite_fast_costs_of_peers():
     known = [
         Measurement.of({"does": does}, [0.5 if failure else 2.0])
@@ -55,9 +67,9 @@ def test_wrong_schedules_lose_despite_fast_costs_of_peers():
     result = search(
         tuning.make_searcher("exhaustive", wrong_kernels.SPACE),
         wrong_kernels.target(),
-        budget=Budget(measurements=5),
+        budget=Budget(measurements=6),
         method=QUICK,
-        finalists=2,  # both are wrong in the first round
+        finalists=2,  # all are wrong in the first rounds
         known=known,
     )
     assert result.best == ("right",)

@@ -29,5 +29,19 @@ def test_size_that_is_no_integer_is_refused(size):
         problem(size)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"parts": {"version": 2}}, "the part 'version' of the problem is 2: parts must be texts"),
+        ({"parts": {2: "version"}}, "the part 2 of the problem is 'version': parts must be texts"),
+        ({"compiler": None}, "the compiler None cannot be used"),
+    ],
+)
+def test_part_that_is_no_text_is_refused(options, words):
+    usual = {"compiler": "made-up 1.0"}
+    with pytest.raises(ValueError, match=words):
+        tuning.Problem("matmul", (64,), "float32", DeviceType("cpu"), **usual | options)
+
+
 def test_size_can_be_a_numpy_integer():
     assert problem(np.int64(64)).label == problem(64).label

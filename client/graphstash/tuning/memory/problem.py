@@ -97,6 +97,14 @@ class Problem:
                     f"the {name} {value!r} cannot be used: write 1 to 64 printable ASCII "
                     "characters without a space"
                 )
+        if not _is_text(self.compiler):
+            raise ValueError(f"the compiler {self.compiler!r} cannot be used: write a text")
+        for name, value in self.parts.items():
+            if not (_is_text(name) and _is_text(value)):
+                raise ValueError(
+                    f"the part {name!r} of the problem is {value!r}: parts must be texts, with "
+                    "texts as names"
+                )
         if len(self.shape) > _MAX_SIZES or not all(map(_is_size, self.shape)):
             raise ValueError(
                 f"the shape {self.shape} cannot be used: it has at most {_MAX_SIZES} sizes, whole "
@@ -160,6 +168,10 @@ class Problem:
             label=label,
             max_bytes=max_bytes,
         )
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 def _is_size(size: Any) -> bool:
