@@ -136,6 +136,30 @@ def test_parameter_without_gradient_is_unchanged_by_step(name):
     assert list(mine.state_dict()["state"]) == [0]
 
 
+@every_optimizer
+def test_parameters_that_share_memory_are_refused_and_do_not_change(name):
+    memory = torch.randn(8, 4)
+    parameters = [nn.Parameter(memory[:6]), nn.Parameter(memory[5:])]
+    optimizer = EVERY[name](parameters)
+    before = memory.clone()
+    give_gradients(parameters, 0)
+
+    with pytest.raises(RuntimeError, match=r"\[\[6, 4\], \[3, 4\]\] share memory"):
+        optimizer.step()
+
+    assert_equal([memory], [before])
+
+
+@every_optimizer
+def test_parts_of_one_tensor_are_updated_as_separate_tensors(name):
+    memory = torch.randn(6, 8)
+    parts = [nn.Parameter(memory[:, :4]), nn.Parameter(memory[:, 4:])]
+    alone = [nn.Parameter(each.detach().clone()) for each in parts]
+    make_steps(parts, EVERY[name](parts), range(3))
+    make_steps(alone, EVERY[name](alone), range(3))
+    torch.testing.assert_close(parts, alone)
+
+
 # State.
 
 

@@ -309,6 +309,19 @@ def test_state_of_another_optimizer_is_refused_and_changes_nothing(given, mine, 
     torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("fused", [None, False])
+def test_negated_view_is_a_gradient_as_any_other(fused):
+    results = []
+    for make in (partial(AdamW, fused=fused), torch.optim.AdamW):
+        parameter = nn.Parameter(torch.ones(5))
+        optimizer = make([parameter])
+        parameter.grad = torch.complex(torch.zeros(5), torch.arange(5.0)).conj().imag
+        assert parameter.grad.is_neg()
+        optimizer.step()
+        results.append(parameter.detach())
+    torch.testing.assert_close(*results)
+
+
 def test_custom_optimizer_with_options_of_another_loads_its_state():
     class Mine(Lion):
         def __init__(self, params):

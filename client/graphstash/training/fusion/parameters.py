@@ -5,6 +5,7 @@ from typing import Final
 
 from torch import Tensor
 
+from graphstash.training.memory import extent_of
 from graphstash.training.sharding import local
 
 __all__ = ["FusionError", "Memory", "named"]
@@ -44,7 +45,4 @@ class Memory:
 
 
 def _place(tensor: Tensor) -> tuple[int, int, int]:
-    first = tensor.data_ptr()
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    count = 1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0
-    return tensor.untyped_storage().data_ptr(), first, first + count * tensor.element_size()
+    return tensor.untyped_storage().data_ptr(), *extent_of(tensor)

@@ -30,6 +30,7 @@ from graphstash.training.device import (
     shapes_of,
     upload,
 )
+from graphstash.training.memory import overlapping
 from graphstash.training.optimizers.cohort import (
     MASTER,
     Cohort,
@@ -278,6 +279,8 @@ class SyncFreeOptimizer(Optimizer):
         super().__init__(params, defaults | known)
         self._scalars = DeviceScalars()
         self._checked_kernels: dict[Hashable, bool] = {}
+        self._checked_addresses: dict[int, list[int]] = {}
+        """By ID of a step tensor: the addresses of its parameters, which do not overlap."""
         self._begin_early(self.param_groups)
 
     @property
@@ -310,6 +313,7 @@ class SyncFreeOptimizer(Optimizer):
         """Restore a pickled optimizer. torch also calls this in `load_state_dict`."""
         self.__dict__.setdefault("_scalars", DeviceScalars())
         self.__dict__.setdefault("_checked_kernels", {})
+        self.__dict__.setdefault("_checked_addresses", {})
         super().__setstate__(state)
 
     def _check_parameters(self, group: Group) -> None:
@@ -402,7 +406,7 @@ class SyncFreeOptimizer(Optimizer):
         Raises:
             TypeError: found_inf is not a tensor.
             ValueError: found_inf has more than one element.
-            RuntimeError: a gradient is sparse or a parameter complex.
+            RuntimeError: a gradient is sparse, a parameter is complex, or parameters overlap.
         """
         loss = None
         if closure is not None:
@@ -436,6 +440,8 @@ class SyncFreeOptimizer(Optimizer):
         for index, group, cohort in cohorts:
             cohort.found_inf = _scalar_on(found_inf, cohort.device)
             cohort.grad_scale = _scalar_on(grad_scale, cohort.device)
+            if cohort.has_addresses():
+                self._require_own_memory(cohort)
             self._update_cohort(index, group, cohort)
 
     def refresh(self) -> None:
@@ -468,6 +474,23 @@ class SyncFreeOptimizer(Optimizer):
             return self._beginning(group, parameter, name)
 
         return NewState(names, beginning)
+
+    def _require_own_memory(self, cohort: Cohort) -> None:
+        """Raise RuntimeError if parameters overlap, unless the same ones passed at the last step.
+
+        The formula computes all new values from the old ones, so one update would overwrite the
+        other. Parameters of different cohorts are updated one after the other.
+        """
+        addresses = [parameter.data_ptr() for parameter in cohort.parameters]
+        if self._checked_addresses.get(id(cohort.step)) == addresses:
+            return
+        if shared := overlapping(cohort.parameters):
+            raise RuntimeError(
+                f"parameters of the shapes {[list(each.shape) for each in shared]} share memory, "
+                "so one update would overwrite the other; give the modules one and the same "
+                "Parameter, or clone() its data"
+            )
+        self._checked_addresses[id(cohort.step)] = addresses
 
     def _update_cohort(self, index: int, group: Group, cohort: Cohort) -> None:
         scheduled = self._scheduled(group)

@@ -96,6 +96,7 @@ class Cohort:
 
             dtype    a model may be converted in part, and a gradient may be wider (`grad_dtype`)
             shape    a kernel would write past the end of a smaller state tensor
+            sign     as in memory; the kernels refuse negated views, such as `x.conj().imag`
             layout   without gaps: CUDA kernels raise an error, CPU kernels (torch 2.7) do not check
 
         The result for a parameter, and thus its bits, does not depend on the other parameters.
@@ -130,7 +131,7 @@ class Cohort:
         """Return whether the tensors of a parameter have its dtype, shape and layout."""
         dtype, shape = self.parameters[0].dtype, tensors[0].shape
         for tensor in tensors:  # faster than any()
-            if tensor.dtype is not dtype or tensor.shape != shape:
+            if tensor.dtype is not dtype or tensor.shape != shape or tensor.is_neg():
                 return False
         return _are_laid_out_alike(tensors)
 
@@ -138,10 +139,13 @@ class Cohort:
         """Return whether a kernel may run now. Tracing and capture would freeze the host's scalars,
         such as betas.
         """
-        device = self.device.type
-        if device not in {"cpu", "cuda"} or torch.compiler.is_compiling() or formula_only.get():
+        if not self.has_addresses() or formula_only.get():
             return False
-        return not (device == "cuda" and torch.cuda.is_current_stream_capturing())
+        return not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing())
+
+    def has_addresses(self) -> bool:
+        """Return whether the tensors have memory now: they are neither on torch_xla nor traced."""
+        return self.device.type in {"cpu", "cuda"} and not torch.compiler.is_compiling()
 
 
 def _are_laid_out_alike(tensors: Sequence[Tensor]) -> bool:
