@@ -602,6 +602,15 @@ def test_run_resumes_exactly_from_any_step(tmp_path, ahead, checkpoint_every, st
     assert first + rest == whole
 
 
+@pytest.mark.parametrize(("ahead", "count"), [(None, 0), (0, 0), (2, 1)])
+def test_loading_ahead_on_a_cpu_warns_that_dropout_resumes_differently(
+    ahead, count, tmp_path, caplog
+):
+    run(ahead=ahead)  # has nothing to resume
+    run(ahead=ahead, checkpoints=tmp_path)
+    assert sum("will not resume exactly" in each.getMessage() for each in caplog.records) == count
+
+
 def test_one_shot_data_is_accepted_without_checkpoints(tmp_path):
     model, optimizer, data = problem()
     of = (model, optimizer, (next(data) for _ in range(50)))

@@ -11,6 +11,7 @@ same command makes the same steps.
 """
 
 import inspect
+import logging
 import signal
 import threading
 import time
@@ -57,6 +58,8 @@ from graphstash.training.traced import traced_step
 from graphstash.training.traced.step import State, StateElement
 
 __all__ = ["train"]
+
+_log = logging.getLogger("graphstash")
 
 
 class _Run:
@@ -280,6 +283,13 @@ class _Run:
         if ahead == 0:
             # Steps and data may share generators, so `_state` takes the position after the step.
             return InlineLoader(self._grouped(remember=False), upload=upload)
+        if self.checkpoints is not None and self.device.type == "cpu":
+            _log.warning(
+                "with ahead=%d on a CPU, batches are loaded while the model draws from the same "
+                "random generators: a run with dropout or similar will not resume exactly; use "
+                "ahead=0",
+                ahead,
+            )
         steps = self._grouped(remember=self.checkpoints is not None)
         return DeviceLoader(steps, ahead=ahead, upload=upload)
 
@@ -505,7 +515,8 @@ def train(options: Options) -> TrainingResult:  # noqa: D417 - documents the fie
         reduce: how processes of torch.distributed sum gradients that are mostly zero; see
             `graphstash.training.reduce`.
         ahead: steps whose batches threads load and upload in advance. Default: 2, or 0 on a CPU
-            without torch_xla, where model and data draw from the same random generator.
+            without torch_xla, where model and data draw from the same random generator. There,
+            a run with dropout resumes exactly only with 0.
         log_every: maximum steps between two logging boundaries. Each evaluation and checkpoint is
             at a boundary.
         metrics: names of further numbers in the result of `loss`, logged with it.
