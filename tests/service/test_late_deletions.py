@@ -197,3 +197,36 @@ async def test_put_under_abandoned_name_is_not_acknowledged(opened, proxy, s3, b
         assert await one.put(b"blob", 2)
         proxy.resume.set()
         assert await two.get(2) == b"blob"
+
+
+@pytest.mark.sql
+@pytest.mark.parametrize(
+    ("s3", "database_url"), [("moto", "sqlite"), ("moto", "postgresql")], indirect=True
+)
+async def test_failed_upload_keeps_used_blob_that_dead_server_had_claimed(opened, proxy):
+    """A late deletion has deleted the first name of the blob, but not the next one."""
+
+    async def die(*_args, **_options):
+        raise ConnectionError
+
+    async with opened("one") as one, opened("two") as two:
+        await one.put(b"blob", 1)
+        await lose_deletion(one, proxy)
+        opened.clock.turn(_HOUR)
+        await one.put(b"blob", 1)
+        await one.put(b"blob", 2)
+        let_it_arrive(proxy)
+        collector = two.context.collector
+        collector.collect_all = collector._collect_claimed = die
+        with pytest.raises(ConnectionError):
+            await two.context.artifacts.delete(key_of(2), actor=ACTOR)
+        with pytest.raises(ConnectionError):
+            await collector.collect_marked()
+        opened.clock.turn(_HOUR)
+
+        proxy.fault, proxy.left = S3Fault.FORBIDDEN, None
+        proxy.strikes = lambda seen: seen.method == "PUT"
+        with pytest.raises(ServerError):
+            await one.put(b"blob", 3)
+
+        assert await one.get(1) == b"blob"

@@ -113,7 +113,10 @@ class BlobCollector:
                 is_free = not await find_claimed(
                     connection, [digest], now=self.clock(), duration=_CLAIM
                 )
-                if is_free:
+                if is_free and await find_used(connection, [digest]):
+                    # A server died before it sent a request. The artifacts keep the blob's name.
+                    await drop_deletions(connection, [digest])
+                elif is_free:
                     await abandon_deletion(connection, digest)
             if is_free:
                 await self.learn_generations([digest])
