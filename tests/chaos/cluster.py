@@ -120,6 +120,7 @@ class Cluster:
 
     def __enter__(self):
         self.postgres = Postgres()
+        self._stack.callback(self.postgres.close)
         self._environment = {
             "GRAPHSTASH_DATABASE_URL": self.postgres.new_database(),
             "GRAPHSTASH_NAMESPACE_LIMITS": json.dumps({TIGHT: TIGHT_BYTES}),
@@ -148,7 +149,7 @@ class Cluster:
         self.servers = [self._start(number) for number in range(2)]
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *failure):
         if self.proxy is not None:
             self.proxy.end()
         self.wait_for_starts()
@@ -156,8 +157,7 @@ class Cluster:
             if server.process.poll() is None:
                 with suppress(ProcessLookupError):
                     server.kill(tree=True)
-        self._stack.close()
-        self.postgres.close()
+        self._stack.__exit__(*failure)  # `close` would hide the failure behind one of its own
 
     def query(self, statement):
         """Rows of the servers' database."""

@@ -28,7 +28,7 @@ class S3Fault(StrEnum):
     HOLD = "the request is sent on after `resume`, though nobody waits for it any more"
     CUT = "the body ends half-way"
     CUT_BY_RESET = "the connection is reset half-way through the body"
-    FLIP = "a bit in the middle of the body is flipped, each time another one"
+    FLIP = "a bit of the body is flipped, each time another one"
     FLIP_LENGTH = "a bit of Content-Length is flipped"
     PAUSE = "half of the body, the rest after `resume`"
 
@@ -195,8 +195,9 @@ class S3Proxy:
             if fault in _IN_THE_BODY and sent <= middle < sent + len(chunk):
                 self._count(fault)
                 if fault is S3Fault.FLIP:
-                    at = middle - sent
-                    flipped = chunk[at] ^ 1 << next(self._flips) % 8
+                    count, bit = divmod(next(self._flips), 8)
+                    at = (middle - sent + count) % len(chunk)
+                    flipped = chunk[at] ^ 1 << bit
                     chunk = chunk[:at] + bytes([flipped]) + chunk[at + 1 :]
                 else:
                     connection.sendall(chunk[: middle - sent])

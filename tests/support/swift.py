@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Self
 from urllib.error import URLError
 from urllib.request import urlopen
@@ -124,8 +125,13 @@ class Swift(AnyS3):
             self._stack = self._stack.pop_all()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stack.__exit__(kind, error, traceback)  # `close` would hide `error` behind its own
 
     def _start(self, memcached: str) -> None:
         user = captured(["id", "-un"], check=True)
