@@ -1,7 +1,7 @@
 """create_app: build a server's ASGI application from its routes, middleware and context."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -45,10 +45,21 @@ if TYPE_CHECKING:
 __all__ = ["ServerApp", "create_app"]
 
 
+_CLEANUP_SECONDS = 2.0
+"""Seconds in which requests that the shutdown cancelled can delete unused blobs. Half of the time
+until the parent kills a worker."""
+
+
 class ServerApp(FastAPI):
-    """The ASGI application of one server. The lifespan sets `context` when it starts."""
+    """The ASGI application of one server.
+
+    Attributes:
+        context: what the lifespan opens when it starts, and closes when it ends.
+        requests: the tasks of the HTTP server. The context is closed after they have ended.
+    """
 
     context: ProcessContext
+    requests: Collection[asyncio.Task[None]] = ()
 
     def __init__(self, **options: Any) -> None:
         super().__init__(
@@ -81,6 +92,14 @@ class ServerApp(FastAPI):
         """Answer all requests that wait for a lease, before the server stops."""
         self.context.wait_queue.close()
 
+    async def end_requests(self) -> None:
+        """Wait for requests that the HTTP server has cancelled, and cancel slow ones again."""
+        for _ in range(2):
+            if self.requests:
+                await asyncio.wait(list(self.requests), timeout=_CLEANUP_SECONDS)
+            for task in self.requests:
+                task.cancel()
+
 
 def create_app(
     settings: Settings,
@@ -102,6 +121,7 @@ def create_app(
         ) as context:
             app.context = app.state.context = context
             yield
+            await app.end_requests()
 
     app = ServerApp(
         title="graphstash",

@@ -10,6 +10,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -17,10 +18,12 @@ import pytest
 from graphstash import CacheError, ClientConfig, Stash
 from graphstash_schema import ArtifactKey, ArtifactMetadata, Digest
 from graphstash_server.testing import LiveServer
+from support.moto import CREDENTIALS, s3_settings
 from support.ports import reserved_port
 from support.processes import captured, is_running
+from support.s3_proxy import S3Fault, S3Proxy
 from support.waiting import PATIENT, until
-from support.wire import Wire
+from support.wire import Wire, put_head
 
 LARGE = bytes(range(256)) * 200_000  # 50 MB, more than the sockets of both sides hold
 UPLOAD = LARGE[:3_000_000]
@@ -252,6 +255,45 @@ def test_transfers_and_accepted_connections_are_served_before_shutdown(start, co
     assert (answer.status, answer.headers["connection"]) == (200, "close")
     assert received == LARGE
     assert server.process.wait(30) == 0
+
+
+def test_upload_that_outlasts_the_shutdown_is_refused_without_traceback(start, connect):
+    server = start(**patient(0))
+    with Wire(server.url) as wire:
+        half = UPLOAD[: len(UPLOAD) // 2]
+        wire.send(put_head(connect(server.url).path(), Digest.of(UPLOAD)) + half)
+        until(lambda: any((server.data_dir / "blobs" / "tmp").iterdir()))
+        server.process.terminate()
+        refused = wire.answer()
+
+    assert (refused.status, refused.problem["retryable"]) == (503, True)
+    assert server.process.wait(30) == 0
+    assert list((server.data_dir / "blobs" / "tmp").iterdir()) == []
+    assert "Traceback" not in server.log
+
+
+def test_upload_whose_bucket_outlasts_the_shutdown_is_refused_without_traceback(
+    start, connect, moto
+):
+    """The bucket has stored the blob, and does not answer when the server looks for it."""
+    with S3Proxy(urlsplit(moto.url).port) as proxy:
+        settings = s3_settings(proxy.url, moto.new_bucket())
+        environment = {f"GRAPHSTASH_{name.upper()}": str(value) for name, value in settings.items()}
+        server = start(environment=environment | CREDENTIALS, **patient(0))
+        proxy.strikes = lambda seen: seen.method == "HEAD"
+        proxy.fault = S3Fault.HANG
+        api = connect(server.url)
+        with ThreadPoolExecutor(1) as pool:
+            uploading = pool.submit(api.put, UPLOAD)
+            until(lambda: proxy.struck[S3Fault.HANG])
+            server.process.terminate()
+            refused = uploading.result()
+        proxy.fault = S3Fault.NONE
+        proxy.resume.set()
+
+        assert (refused.status_code, refused.json()["retryable"]) == (503, True)
+        assert server.process.wait(30) == 0
+        assert "Traceback" not in server.log
 
 
 def test_workers_that_fail_to_start_stop_a_rolling_restart_and_are_retried(start):

@@ -4,7 +4,8 @@
 
 At the shutdown, the server stops accepting connections and answers requests that wait for leases.
 Then it waits for the first requests of new connections, and for transfers, `shutdown_seconds` in
-total. Finally, it closes the context, which writes the last counters.
+total. It cancels the remaining requests, which are answered with 503. Finally, it closes the
+context, which writes the last counters.
 
 Every response during the shutdown closes its connection, so that a client under load reconnects
 elsewhere and the server cuts off no request.
@@ -181,10 +182,14 @@ class GraphstashServer(uvicorn.Server):
         self.should_exit = True
 
 
-class _ShortStartError(logging.Filter):
-    """Replaces the traceback that uvicorn logs for a `StartError` by its message."""
+class _ShortErrors(logging.Filter):
+    """Replaces the traceback that uvicorn logs for a `StartError` by its message. Drops the
+    traceback of a request that the shutdown cancelled: `RequestFrame` answers that request.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
+        if record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError):
+            return False
         last = record.getMessage().rstrip().rpartition("\n")[2]
         mark, _, reason = last.partition(f"{StartError.__name__}: ")
         if reason and mark.endswith("errors."):
@@ -227,14 +232,16 @@ def make_server(
     config.load()
     config.ssl = tls
     log = logging.getLogger("uvicorn.error")
-    if not any(isinstance(each, _ShortStartError) for each in log.filters):
-        log.addFilter(_ShortStartError())
+    if not any(isinstance(each, _ShortErrors) for each in log.filters):
+        log.addFilter(_ShortErrors())
         logging.getLogger("uvicorn.access").addFilter(WithoutQuery())
     if settings.access_log:  # log accesses at any log level
         logging.getLogger("uvicorn.access").setLevel(logging.INFO)
-    return GraphstashServer(
+    server = GraphstashServer(
         config, when_ready=when_ready, stop_waiting=app.stop_waiting, lifeline=lifeline
     )
+    app.requests = server.server_state.tasks
+    return server
 
 
 def _fast_path(app: ServerApp, tracing: "Tracing | None") -> tuple[type[FastConnection], FastPath]:
