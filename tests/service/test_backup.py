@@ -420,7 +420,10 @@ def test_damaged_backup_is_restored_only_in_part_on_request_and_repaired(
     other.run("restore", "--abandon")
     assert other.stored() == {3, 4}
     partial = ("restore", backup, "--replace", "--partial")
-    assert "1 artifact left out" in other.run(*partial, status=1)
+    said = other.run(*partial, status=1)
+    assert "1 artifact left out" in said
+    assert "and 2 blobs (" in said
+    assert '"blobs": 2' in other.run(*partial, "--json", status=1)
     assert other.stored() == {0, 2}
 
     assert '"copied": 1' in site.run("backup", backup, "--deep", "--json")

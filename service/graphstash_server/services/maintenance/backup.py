@@ -111,7 +111,7 @@ class Copied:
     """The outcome of a backup or a restore.
 
     Attributes:
-        manifest: the backup.
+        manifest: the backup. After a restore, it counts the blobs that were restored.
         copied: number of blobs that were copied. The target already had the others.
         left_out: number of artifacts that were left out because their blobs are lost or damaged.
         is_current: whether the restore applied the replaced database's withholds and revocations.
@@ -397,13 +397,17 @@ async def restore(
             lost += await _copy(found, source.blobs.open, store, progress)
             _check_losses(backup, lost, needed, is_partial=is_partial)
             left_out = await asyncio.to_thread(drop_artifacts_of, staged, lost) if lost else 0
+            counts = {
+                "blobs": len(needed) - len(lost),
+                "blob_bytes": sum(each.size_bytes for each in {*needed} - {*lost}),
+            }
             begun = begun.model_copy(update={"is_loading": True})
             await asyncio.to_thread(_replace, unfinished, begun.model_dump_json())
             await asyncio.to_thread(load_snapshot, staged, url)
             unfinished.unlink()
             sync_directory(data_dir)
         return Copied(
-            manifest=manifest,
+            manifest=manifest.model_copy(update=counts),
             copied=len(missing) - len(lost),
             left_out=left_out,
             is_current=is_current,
