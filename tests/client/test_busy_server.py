@@ -256,6 +256,17 @@ def test_every_connection_that_waited_too_long_gets_the_busy_answer(server, monk
         assert [wire.answer().status for wire in wires[CONNECTIONS:]] == [503] * CONNECTIONS
 
 
+def test_connection_beyond_those_that_wait_gets_the_busy_answer(server, monkeypatch):
+    monkeypatch.setattr(connection, "_WAITING_SECONDS", 600)
+    monkeypatch.setattr(connection, "_MAX_LINGERING", 0)
+    with ExitStack() as stack:
+        for _ in range(2 * CONNECTIONS):  # half of them wait
+            stack.enter_context(Wire(server.url)).send(HALF_A_REQUEST)
+        answer = stack.enter_context(Wire(server.url)).ask(HALF_A_REQUEST + REST_OF_IT)
+        assert answer.problem["code"] == "too_many_connections"
+        assert answer.headers["retry-after"] == "1"
+
+
 def test_a_job_waits_when_the_server_asks_it_to(tmp_path):
     with FakeServer() as fake:
         with Host(fake.config(cache_dir=tmp_path / "publisher", **PATIENT)) as publisher:

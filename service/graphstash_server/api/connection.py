@@ -77,7 +77,9 @@ _LINGER_SECONDS: Final = 1.0
 request bytes unread, the kernel would reset it and the refusal would be lost."""
 
 _MAX_LINGERING: Final = 64
-"""Maximum connections without a place that get a refusal. The server aborts any others."""
+"""Maximum connections without a place that get `_LINGER_SECONDS`. The server closes any others at
+once. Linux clients still read the refusal then. With TLS, the server aborts them without a refusal,
+because closing waits for the caller."""
 
 _MAX_WAITING: Final = 1024
 """Maximum connections that wait for a place. They are also at most as many as there are places."""
@@ -131,8 +133,12 @@ class Connection(HttpToolsProtocol):
             self._head_timer = self.loop.call_later(_WAITING_SECONDS, self._turn_away)
         elif len(self.connections) <= most + len(self.waiting) + _MAX_LINGERING:
             self._turn_away()
-        else:
+        elif self.scheme == "https":
             self.cut()
+        else:
+            self.count_refusal(ErrorCode.TOO_MANY_CONNECTIONS)
+            self.transport.write(_answer(self._too_many()))
+            self.end()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the timers."""
@@ -156,15 +162,16 @@ class Connection(HttpToolsProtocol):
         self.data_received(early)
 
     def _turn_away(self) -> None:
+        self._refuse(self._too_many())
+
+    def _too_many(self) -> ServerError:
         most = self.limits.max_connections
-        self._refuse(
-            ServerError(
-                ErrorCode.TOO_MANY_CONNECTIONS,
-                f"this server process has {most} connections, its limit: retry, or raise "
-                "GRAPHSTASH_MAX_CONNECTIONS or GRAPHSTASH_WORKERS",
-                limit=most,
-                retry_after_seconds=1,
-            )
+        return ServerError(
+            ErrorCode.TOO_MANY_CONNECTIONS,
+            f"this server process has {most} connections, its limit: retry, or raise "
+            "GRAPHSTASH_MAX_CONNECTIONS or GRAPHSTASH_WORKERS",
+            limit=most,
+            retry_after_seconds=1,
         )
 
     def data_received(self, data: bytes) -> None:
