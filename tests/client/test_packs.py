@@ -310,3 +310,28 @@ def test_failed_upload_of_pack_leaves_no_gap_in_chain(tmp_path):
             first.build([2])
             assert first.end().published == 2
             assert other.build([1, 2]) == {1, 2}
+
+
+def test_lookup_does_not_wait_for_a_hanging_upload(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "RECHECK_SECONDS", -1.0)
+    with FakeServer() as fake, Job(fake.config(cache_dir=tmp_path, **PATIENT)) as job:
+        job.build([1])
+        with fake.fail_on("put", fault="hang") as failure:
+            job.packs.flush()
+            failure.wait()
+            assert job.packs.get(key(2)) is None
+            assert not job.publisher.drain(0)
+
+
+def test_chain_read_after_a_failed_upload_ends_before_its_pack(tmp_path, monkeypatch):
+    with FakeServer() as fake:
+        first, other = (Job(fake.config(cache_dir=tmp_path / name, **PATIENT)) for name in "ab")
+        with first, other:
+            first.build([1])
+            fake.fail_on("put", times=1)
+            first.packs.flush()
+            assert first.publisher.drain(20)
+            monkeypatch.setattr(module, "RECHECK_SECONDS", -1.0)
+            assert first.build([2]) == set()
+            assert first.end().published == 2
+            assert other.build([1, 2]) == {1, 2}

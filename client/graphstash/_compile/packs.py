@@ -73,15 +73,19 @@ class Packs:
     def __init__(self, cache: CompileCache, name: _Name) -> None:
         self.name = name
         self._cache = cache
-        # Held while a thread reads or extends the chain. Guards the next six fields and `_unsent`.
-        # Reentrant, because a signal handler in the same thread may compile meanwhile.
+        # Held while a thread reads or extends the chain. Guards `_unsent` and the fields from
+        # `_is_read` to `_packed`. Reentrant, because a signal handler in the same thread may
+        # compile meanwhile.
         self._reading = threading.RLock()
         self._is_read = False
         self._read_at = monotonic()
         self._withdrawals = cache.withdrawals
         self._trouble: Reason | None = None  # reason why the chain could not be read to its end
         self._next = 0  # number of the first missing pack
-        self._packed: set[ArtifactKey] = set()  # keys in the packs before it
+        # Number of the pack that is being uploaded or could not be stored, else `_MAX_PACKS`. This
+        # host may have a copy of this pack, which is no part of the chain yet.
+        self._end = _MAX_PACKS
+        self._packed: set[ArtifactKey] = set()  # keys in the packs before `_next`
         self._lock = threading.Lock()  # guards the other fields below
         self._entries: dict[ArtifactKey, _Entry] = {}
         self._started_at: dict[ArtifactKey, float] = {}
@@ -184,41 +188,41 @@ class Packs:
             )
 
     def _publish(self, pending: dict[ArtifactKey, _Entry]) -> None:
-        with self._reading:
-            unsent, self._unsent = self._unsent, {}
-            pending = unsent | pending
-            taken: int | None = None
-            for attempt in range(_MAX_CONFLICTS):
-                # A failed upload of unsent entries left a copy of their pack on this host. Reading
-                # the chain first would count that copy as published.
-                if attempt or not unsent:
-                    self._read_chain()  # other jobs may have published the pending programs
+        taken: int | None = None
+        for _ in range(_MAX_CONFLICTS):
+            with self._reading:
+                pending, self._unsent = self._unsent | pending, {}
+                self._read_chain()  # other jobs may have published the pending programs
                 entries = {key: pending[key] for key in pending if key not in self._packed}
                 if self._next == taken and self._trouble is None:
                     self._next = _MAX_PACKS  # this pack is withheld, so the chain cannot grow
                 if not entries or self._next >= _MAX_PACKS:
                     return
-                request = self.name(self._next)
-                payload = _pack(entries)
-                metadata = request.metadata(
-                    compile_seconds=sum(each.compile_seconds for each in entries.values()),
-                    raw_size_bytes=len(payload),
-                )
-                count = sum(each.payload is not None for each in entries.values())
-                outcome = self._cache.store_pack(
-                    request.key, payload, metadata, artifact_count=count
-                )
+                number = self._end = self._next
+            request = self.name(number)
+            payload = _pack(entries)
+            metadata = request.metadata(
+                compile_seconds=sum(each.compile_seconds for each in entries.values()),
+                raw_size_bytes=len(payload),
+            )
+            count = sum(each.payload is not None for each in entries.values())
+            # Without the lock: the upload may wait for a busy server, but `get` must not.
+            outcome = self._cache.store_pack(request.key, payload, metadata, artifact_count=count)
+            with self._reading:
+                self._end = _MAX_PACKS
                 if outcome is PackOutcome.TAKEN:
-                    taken = self._next
+                    taken = number
                     continue
                 if outcome is PackOutcome.STORED:
                     self._cache.log.describe_pack(request)
-                    self._packed |= entries.keys()
-                    self._next += 1
+                    if self._next == number:  # otherwise `get` reads the chain again
+                        self._packed |= entries.keys()
+                        self._next += 1
                 elif outcome is PackOutcome.REFUSED:
                     self._next = _MAX_PACKS
                 elif len(entries) < _MAX_ENTRIES and len(payload) < _MAX_BYTES:
-                    self._unsent = entries  # retry this number: a chain ends at its first gap
+                    # Retry this number: a chain ends at its first gap.
+                    self._unsent, self._end = entries, number
                 return
 
     def _forget_fetched(self) -> None:
@@ -237,8 +241,10 @@ class Packs:
                 self._is_read = not self._read_chain(until=key)
 
     def _read_chain(self, until: ArtifactKey | None = None) -> bool:
-        """Read the chain up to its end (False) or to the pack with the key `until` (True)."""
-        while self._next < _MAX_PACKS and (until is None or until not in self._entries):
+        """Read the chain up to its end (False), or to the pack with the key `until` or the pack
+        `_end` (True).
+        """
+        while self._next < self._end and (until is None or until not in self._entries):
             number = self._next
             key = self.name(number).key
             fetched = self._cache.fetch_pack(key)
