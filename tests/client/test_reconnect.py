@@ -215,6 +215,19 @@ def test_nested_call_keeps_deadline_of_outer_call():
             transport.handle_request(httpx.Request("GET", "http://127.0.0.1:9"))
 
 
+def test_httpx_with_an_irreplaceable_pool_sends_nothing(monkeypatch, tmp_path):
+    """Without its own pool, a client would not use the Unix socket, and would keep no deadline."""
+
+    def rename(transport, name, value):
+        vars(transport)["_renamed" if name == "_pool" else name] = value
+
+    monkeypatch.setattr(httpx.HTTPTransport, "__setattr__", rename, raising=False)
+    with Stash(ClientConfig.load({}, url=f"unix:{tmp_path}/socket", cache_dir=tmp_path)) as stash:
+        error = refusal(stash.server.server_stats)
+    assert error.reason is Reason.PROTOCOL
+    assert "is not supported" in str(error)
+
+
 def test_a_name_with_two_addresses_is_reached_by_either(monkeypatch):
     """The name also has an IPv6 address, on which the server does not listen."""
     places = [(socket.AF_INET6, ("::1", 0, 0, 0)), (socket.AF_INET, ("127.0.0.1", 0))]

@@ -18,6 +18,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any, Final, cast
@@ -100,6 +101,9 @@ class DeadlineTransport(httpx.HTTPTransport):
         context: TLS context, or None for connections without TLS.
         socket_path: path of a Unix socket, in a directory that only this user can write to. None
             for TCP.
+
+    Raises:
+        httpx.TransportError: this version of httpx is not supported.
     """
 
     def __init__(
@@ -113,22 +117,22 @@ class DeadlineTransport(httpx.HTTPTransport):
         verify = context or False
         super().__init__(limits=limits, verify=verify, trust_env=False)
         self._current = _Current()
-        self._pool = httpcore.ConnectionPool(
-            ssl_context=context,
-            max_connections=limits.max_connections,
-            max_keepalive_connections=limits.max_keepalive_connections,
-            keepalive_expiry=limits.keepalive_expiry,
-            uds=socket_path,
-            network_backend=_Backend(self._current),
-        )
         self._unkept = httpx.HTTPTransport(verify=verify, trust_env=False)
-        self._unkept._pool = httpcore.ConnectionPool(  # noqa: SLF001 - as above
+        pool = partial(
+            httpcore.ConnectionPool,
             ssl_context=context,
             max_connections=limits.max_connections,
-            max_keepalive_connections=0,
             uds=socket_path,
             network_backend=_Backend(self._current),
         )
+        _replace_pool(
+            self,
+            pool(
+                max_keepalive_connections=limits.max_keepalive_connections,
+                keepalive_expiry=limits.keepalive_expiry,
+            ),
+        )
+        _replace_pool(self._unkept, pool(max_keepalive_connections=0))
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request and read the response's status and headers."""
@@ -164,6 +168,16 @@ class DeadlineTransport(httpx.HTTPTransport):
             yield
         finally:
             self._current.deadline = before  # a signal handler's call may interrupt another
+
+
+def _replace_pool(transport: httpx.HTTPTransport, pool: httpcore.ConnectionPool) -> None:
+    """Make httpx use this pool. Otherwise it would ignore deadlines and the path of a socket."""
+    if not isinstance(vars(transport).get("_pool"), httpcore.ConnectionPool):
+        raise httpx.TransportError(
+            f"httpx {httpx.__version__} is not supported, because its connection pool cannot be "
+            "replaced; install httpx 0.28"
+        )
+    transport._pool = pool  # noqa: SLF001 - httpx has no public name for it
 
 
 class ProcessClient:
