@@ -174,3 +174,24 @@ print(os.waitpid(child, 0)[1])
 thread.join()
 """
     assert python(program, check=True).stdout == "0\n"
+
+
+def test_uninstall_does_not_block_other_calls_while_uploads_finish(run):
+    code = """
+import threading, time
+from graphstash.testing import FakeServer
+
+graphstash.uninstall()
+with FakeServer() as fake, fake.fail_on("put", fault="hang") as failure:
+    session = graphstash.install(url=fake.url)
+    build(1)
+    failure.wait()
+    ending = threading.Thread(target=graphstash.uninstall)
+    ending.start()
+    while not session.is_closed:
+        time.sleep(0.01)
+    print(graphstash.stats().misses, ending.is_alive())
+ending.join()
+print(graphstash.stats().misses)
+"""
+    assert run(code).stdout.split() == ["1", "True", "0"]

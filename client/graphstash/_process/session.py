@@ -558,9 +558,13 @@ def uninstall() -> None:
     """Remove all hooks and end the session, as at process exit."""
     global _current  # noqa: PLW0603 - see the module's docstring
     with _lock:
-        if _current is not None:
-            atexit.unregister(_current.close)
-            _current.close()
+        session = _current
+    if session is None:
+        return
+    atexit.unregister(session.close)
+    session.close()  # may wait for uploads, but calls in other threads must not
+    with _lock:
+        if _current is session:
             _current = None
 
 
