@@ -330,6 +330,15 @@ def test_uninstall_restores_torch(host):
     assert a.stats.misses == 2
 
 
+def test_failed_installation_restores_torch(host, monkeypatch):
+    before = seams()
+    with monkeypatch.context() as other_torch:
+        other_torch.delattr(autotune_cache.AutotuneCacheBundler, "begin_compile")
+        with pytest.raises(AttributeError), host("a"):
+            pass
+    assert seams() == before
+
+
 def test_forked_child_uses_a_cache_of_its_own(host):
     counted = Counters()
     with host("a") as a:

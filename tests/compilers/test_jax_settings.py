@@ -92,3 +92,26 @@ def test_jax_reports_cached_program_that_differs_from_its_compilation(run, tmp_p
         metadata = ArtifactMetadata(compile_seconds=1, raw_size_bytes=len(changed))
         stash.put(key, changed, metadata)
     assert run(CHECKED) == ["Persistent compilation cache inconsistency", "1 True {}"]
+
+
+@pytest.mark.parametrize("environment", VERSIONS)
+def test_failed_installation_restores_settings_and_functions(run, environment):
+    printed = run(
+        """
+        import jax
+        from jax._src import compilation_cache
+        import graphstash
+        from graphstash.hooks.jax import seam
+
+        def fail():
+            raise OSError("no cache can be reset")
+
+        get_file_cache = compilation_cache.get_file_cache
+        seam.reset_cache = fail
+        graphstash.install()
+        print(compilation_cache.get_file_cache is get_file_cache)
+        print(jax.config.jax_compilation_cache_dir)
+        """,
+        environment=environment,
+    )
+    assert printed == ["True", "None"]

@@ -1,7 +1,8 @@
 """Replace attributes and settings of a compiler, and restore them."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 __all__ = ["Patches"]
@@ -51,6 +52,15 @@ class Patches:
         if hasattr(config, name) and getattr(config, name) is unset:
             setattr(config, name, True)
             self._undo.append(lambda: setattr(config, name, unset))
+
+    @contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """Restore all replacements if the block raises, because no caller could."""
+        try:
+            yield
+        except BaseException:
+            self.undo()
+            raise
 
     def undo(self) -> None:
         """Restore all replacements."""

@@ -67,16 +67,17 @@ class InductorHook:
 
     def __init__(self, cache: CompileCache) -> None:
         self._patches = Patches()
-        self._objects = self._patch_builder(cache)
-        self._entries = Entries(cache, built_seconds=self._built_seconds)
-        if missing := _missing():
-            _log.warning(
-                "graphstash: torch %s has no %s; its graphs are not shared",
-                torch.__version__,
-                missing,
-            )
-        else:
-            self._patch_caches()
+        with self._patches.all_or_none():
+            self._objects = self._patch_builder(cache)
+            self._entries = Entries(cache, built_seconds=self._built_seconds)
+            if missing := _missing():
+                _log.warning(
+                    "graphstash: torch %s has no %s; its graphs are not shared",
+                    torch.__version__,
+                    missing,
+                )
+            else:
+                self._patch_caches()
 
     def close(self) -> None:
         """Uninstall the hook and finish pending work."""

@@ -114,14 +114,16 @@ class Compiling:
         self._threads = ""
         self._observing = threading.Lock()  # guards `_environment` and `_threads`
         self._patches = Patches()
-        if hasattr(xla_bridge, _START_BACKEND):
-            self._patches.wrap(xla_bridge, _START_BACKEND, self._wrap_start)
-        if hasattr(compiler, _FUNCTION):
-            self._patches.wrap(compiler, _FUNCTION, self._wrap)
-        if hasattr(compiler, _WRITE):
-            self._patches.wrap(compiler, _WRITE, self._wrap_write)
-        if hasattr(cache_key, _SERIALIZE):  # 0.4.31 to 0.10.2
-            self._patches.wrap(cache_key, _SERIALIZE, self._wrap_serialize)
+        wrappers = [
+            (xla_bridge, _START_BACKEND, self._wrap_start),
+            (compiler, _FUNCTION, self._wrap),
+            (compiler, _WRITE, self._wrap_write),
+            (cache_key, _SERIALIZE, self._wrap_serialize),  # 0.4.31 to 0.10.2
+        ]
+        with self._patches.all_or_none():
+            for module, name, wrapper in wrappers:
+                if hasattr(module, name):
+                    self._patches.wrap(module, name, wrapper)
 
     def close(self) -> None:
         """Remove the wrappers."""

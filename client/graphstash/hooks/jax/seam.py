@@ -11,6 +11,7 @@ import os
 import pathlib
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any, Final
 
 import jax
@@ -88,22 +89,24 @@ class Seam:
             raise SeamUnavailableError(f"its entries cannot be read: {error}") from error
         self._cache = _cache_object(self.get, self.put)
         self._checked_cache = _cache_object(self.get, self._put_checked)
-        self._settings = _Settings()
-        self._compiling = Compiling(keeper.ended, self._wants, keeper.record_fallback)
-        self._patches = Patches()
-        if hasattr(cache_key, _ACCELERATORS):
-            self._patches.wrap(cache_key, _ACCELERATORS, _hash_accelerators)
-        self._patches.wrap(compilation_cache, "get_file_cache", self._wrap_get_file_cache)
-        if hasattr(cache_key, "get"):
-            self._patches.wrap(cache_key, "get", self._wrap_get_key)
-        reset_cache()  # JAX may have created its own cache already
+        with ExitStack() as undo:
+            undo.callback(_Settings().close)
+            self._compiling = Compiling(keeper.ended, self._wants, keeper.record_fallback)
+            undo.callback(self._compiling.close)
+            patches = Patches()
+            undo.callback(patches.undo)
+            if hasattr(cache_key, _ACCELERATORS):
+                patches.wrap(cache_key, _ACCELERATORS, _hash_accelerators)
+            patches.wrap(compilation_cache, "get_file_cache", self._wrap_get_file_cache)
+            if hasattr(cache_key, "get"):
+                patches.wrap(cache_key, "get", self._wrap_get_key)
+            reset_cache()  # JAX may have created its own cache already
+            self._undo = undo.pop_all()
 
     def close(self) -> None:
         """Restore JAX's functions, settings and cache."""
         self._is_open = False
-        self._patches.undo()
-        self._compiling.close()
-        self._settings.close()
+        self._undo.close()
         reset_cache()
 
     def get(self, jax_key: str) -> bytes | None:

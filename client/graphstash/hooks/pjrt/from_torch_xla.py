@@ -57,13 +57,17 @@ class TorchXlaSeam:
 
         self._patches = Patches()
         self._patches.replace(torch_xla._XLAC, "_register_pjrt_plugin", register)
-        for plugin in registered.values():
-            self._intercept(plugin)
-        if _LIBRARY not in registered:
-            register(_LIBRARY, _library_plugin())
-        device = str(xr.device_type())
-        if device not in registered or torch_xla._XLAC._xla_runtime_is_initialized():
-            self._attach_now(device, registered.get(device))
+        try:
+            for plugin in registered.values():
+                self._intercept(plugin)
+            if _LIBRARY not in registered:
+                register(_LIBRARY, _library_plugin())
+            device = str(xr.device_type())
+            if device not in registered or torch_xla._XLAC._xla_runtime_is_initialized():
+                self._attach_now(device, registered.get(device))
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Restore torch_xla's registration and the plug-ins' methods."""

@@ -60,13 +60,20 @@ class Interceptor:
         self._fingerprints = Fingerprints(plugin)
         api = plugin.api
         self._compile = api.function(Function.CLIENT_COMPILE)
-        self._patches = [_TablePatch(api, Function.CLIENT_COMPILE, self._client_compile)]
+        stand_ins = {Function.CLIENT_COMPILE: self._client_compile}
         if api.has(Function.CLIENT_CREATE):
             self._create = api.function(Function.CLIENT_CREATE)
-            self._patches.append(_TablePatch(api, Function.CLIENT_CREATE, self._client_create))
+            stand_ins[Function.CLIENT_CREATE] = self._client_create
         if api.has(*_AHEAD_OF_TIME):
             self._compile_ahead = api.function(Function.COMPILE)
-            self._patches.append(_TablePatch(api, Function.COMPILE, self._compile_ahead_of_time))
+            stand_ins[Function.COMPILE] = self._compile_ahead_of_time
+        self._patches: list[_TablePatch] = []
+        try:
+            for function, stand_in in stand_ins.items():
+                self._patches.append(_TablePatch(api, function, stand_in))
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Restore the plug-in's own functions."""

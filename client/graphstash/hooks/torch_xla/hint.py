@@ -64,9 +64,10 @@ class HintMode:
         self._quiet_steps = 0
         self._patches = Patches()
         self._use(cache)
-        for name in _LAZY_SEAMS:
-            self._wrap(name, self._before_lazy, self._after_lazy)
-        self._wrap(_DYNAMO_SEAM, self._before_dynamo, self._after_dynamo)
+        with self._patches.all_or_none():
+            for name in _LAZY_SEAMS:
+                self._wrap(name, self._before_lazy, self._after_lazy)
+            self._wrap(_DYNAMO_SEAM, self._before_dynamo, self._after_dynamo)
 
     def close(self) -> None:
         """Restore the original functions, and abandon unfinished hints."""

@@ -115,11 +115,12 @@ class TorchXlaHook:
         self._known_as = Path(f"/proc/self/fd/{self._descriptor}")
         _set_directory(self._known_as)
         self._patches = Patches()
-        self._patches.replace(xr, "initialize_cache", _already_initialized)
         self._fingerprints = Fingerprints()
-        for name in ("putenv", "unsetenv"):  # `os.environ` calls these functions
-            self._patches.wrap(os, name, self._observe_before)
-        self._mode = self._open(cache)
+        with self._patches.all_or_none():
+            self._patches.replace(xr, "initialize_cache", _already_initialized)
+            for name in ("putenv", "unsetenv"):  # `os.environ` calls these functions
+                self._patches.wrap(os, name, self._observe_before)
+            self._mode = self._open(cache)
 
     def close(self) -> None:
         """Publish the finished graphs and remove the hook. torch_xla still uses the directory."""

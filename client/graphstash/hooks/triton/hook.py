@@ -78,12 +78,14 @@ class TritonHook:
     """
 
     def __init__(self, cache: CompileCache, *, manager: type[SharedCacheManager] | None) -> None:
-        self._kernels = Kernels.of_this_process = Kernels(cache)
-        Kernels.may_start = False
+        self._kernels = Kernels(cache)
         self._patches = _watch_compile(self._kernels)
         self._manager = manager
-        if manager is not None:
-            _set_manager(manager)
+        with self._patches.all_or_none():
+            if manager is not None:
+                _set_manager(manager)
+        Kernels.of_this_process = self._kernels
+        Kernels.may_start = False
 
     def close(self) -> None:
         """Uninstall the hook. A compilation in flight continues without it."""
