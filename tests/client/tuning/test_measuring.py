@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from graphstash.tuning.measuring import Budget, Measurement, MeasuringError, Method, Pool
+from graphstash.tuning.measuring.process import MeasuringProcess
 from graphstash.tuning.targets.callable import CallableTarget
 from support import trials
 from support.processes import is_running
@@ -326,6 +328,17 @@ def test_failed_preparation_of_target_ends_the_search():
         pool.submit(GOOD)
         with pytest.raises(MeasuringError, match=r"measured here: .* No module named 'compiler'"):
             pool.results()
+
+
+def test_last_message_of_a_process_that_ends_is_received(monkeypatch):
+    unprepared = pickle.dumps(trials.Unprepared(trials.build, name="trials"))
+    process = MeasuringProcess(unprepared, Method())
+    try:
+        has_ended = process._has_ended
+        monkeypatch.setattr(process, "_has_ended", lambda: until(has_ended) or True)
+        assert "compiler" in str(process.receive())
+    finally:
+        process.end()
 
 
 def test_a_target_that_cannot_be_pickled_is_refused():

@@ -105,10 +105,11 @@ class MeasuringProcess:
         Raises:
             EndedError: the process has ended, or the message lacks the token.
         """
+        has_ended = self._has_ended()  # if so, its last message has arrived
         try:
             packet = self.channel.recv(MAX_MESSAGE_BYTES + 1)
         except BlockingIOError:
-            if self._has_ended():
+            if has_ended:
                 raise EndedError(self._exit_description()) from None
             return None
         except OSError as error:
