@@ -226,6 +226,16 @@ def test_double_requires_its_token(tmp_path):
         assert httpx.get(f"{fake.url}/healthz").status_code == 200
 
 
+def test_double_that_starts_too_slowly_is_reported(monkeypatch):
+    server = FakeServer()
+    with monkeypatch.context() as hurried:
+        hurried.setattr("graphstash.testing.server._SECONDS", 0.0)
+        with pytest.raises(RuntimeError, match="did not start within 0 s"):
+            server.start()
+    assert server._ready.wait(60)
+    server.close()
+
+
 def test_memory_of_double_is_bounded(tmp_path):
     with (
         FakeServer(max_bytes=10_000) as fake,

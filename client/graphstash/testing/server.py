@@ -96,7 +96,8 @@ class FakeServer:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="fake-server", daemon=True)
             self._thread.start()
-            self._ready.wait(_SECONDS)
+            if not self._ready.wait(_SECONDS):
+                raise RuntimeError(f"the server did not start within {_SECONDS:g} s")
             if self._trouble is not None:
                 raise RuntimeError("the server did not start") from self._trouble
         return self
