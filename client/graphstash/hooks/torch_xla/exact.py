@@ -92,7 +92,7 @@ class ExactMode:
         self._delivered.clear()
         self._give_ups = 0
         self._gate.reopen_in_child()
-        # Parent and child share the old watch: leave it to the parent.
+        self._written.close_in_child()
         self._written = WrittenFiles(self._directory, self._publish)
 
     def _handle_report(self, path: str) -> None:

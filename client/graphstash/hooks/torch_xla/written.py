@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -63,11 +64,13 @@ class WrittenFiles:
 
     def close(self, *, timeout_seconds: float = 5.0) -> None:
         """Report the files finished by now, then wait at most the timeout for the thread to end."""
-        try:
+        with suppress(OSError):  # removing the directory has removed the watch
             self._inotify.rm_watch(self._watch)  # wakes the thread with its last event
-        except OSError:  # removing the directory has removed the watch
-            return
         self._thread.join(timeout_seconds)
+        self._inotify.close()
+
+    def close_in_child(self) -> None:
+        """Close a forked child's copy of the descriptor. The parent keeps the watch."""
         self._inotify.close()
 
     def _run(self) -> None:
