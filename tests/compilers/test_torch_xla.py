@@ -143,3 +143,22 @@ class TestTorchXla(HookContract):
         outcome = hosts.run("beside", "--thread", namespace=empty)
         assert outcome.report["beside"] >= 10
         assert outcome.stats["misses"] + sum(outcome.stats["fallbacks"].values()) >= 2
+
+
+def test_hint_whose_files_cannot_be_listed_is_abandoned(start_program):
+    program = """
+        import torch, torch_xla, torch_xla.core.xla_model as xm
+        import graphstash
+        from graphstash.hooks.torch_xla.hint import HintMode
+
+        def fail(mode):
+            raise OSError("the directory cannot be listed")
+
+        HintMode._new_names = fail
+        session = graphstash.install()
+        pending = torch.ones(2, device=xm.xla_device()) + 1
+        xm.mark_step()
+        print(len(session._hooks["torch_xla"]._mode._hints._open), dict(session.stats().fallbacks))
+    """
+    job = start_program(program, under="fork", hooks="torch_xla", url="none", torch_xla_mode="hint")
+    assert job.finish().report == ["0 {'internal': 1}"]

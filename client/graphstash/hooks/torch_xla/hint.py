@@ -14,8 +14,8 @@ without a new graph. Then each step only calls `stat` on the directory, in about
 
 import hashlib
 import json
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -136,17 +136,19 @@ class HintMode:
     def _before_lazy(self, _args: tuple[Any, ...]) -> _Pending:
         may_predict = self._quiet_steps < _SETTLED_STEPS and not self._fingerprints.unshared()
         hint = self._fetch_hinted() if may_predict else None
-        return _Pending(hint, changed_at=self._changed_at())
+        with _abandoning(hint):
+            return _Pending(hint, changed_at=self._changed_at())
 
     def _after_lazy(self, pending: _Pending, seconds: float) -> None:
-        new = self._new_names() if self._changed_at() != pending.changed_at else []
-        for name in new:
-            self._known.add(name)
-            self._quiet_steps = 0
-            request = self._shared(name)
-            if request is not None:
-                self._cache.counters.miss(request.key)
-                self._publish(name, self._cache.begin(request), seconds)
+        with _abandoning(pending.compilation):
+            new = self._new_names() if self._changed_at() != pending.changed_at else []
+            for name in new:
+                self._known.add(name)
+                self._quiet_steps = 0
+                request = self._shared(name)
+                if request is not None:
+                    self._cache.counters.miss(request.key)
+                    self._publish(name, self._cache.begin(request), seconds)
         self._quiet_steps += 1
         if pending.compilation is not None and new:
             # The publisher keeps the order of uploads: a job that finds the hint finds its files.
@@ -191,6 +193,17 @@ class HintMode:
     def _publish(self, name: str, compilation: InFlightCompile, seconds: float) -> None:
         path = self._directory / name
         publish_file(path, compilation, compile_seconds=seconds)
+
+
+@contextmanager
+def _abandoning(hint: InFlightCompile | None) -> Iterator[None]:
+    """Abandon a hint if the block raises. Otherwise its lease would be renewed for a long time."""
+    try:
+        yield
+    except BaseException:
+        if hint is not None:
+            hint.abandon()
+        raise
 
 
 class _FallbacksOnly(Counters):
