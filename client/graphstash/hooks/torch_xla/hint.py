@@ -85,6 +85,7 @@ class HintMode:
         self._hints = CompileCache(
             cache.stash, counters=_FallbacksOnly(cache.counters), publisher=cache.publisher
         )
+        self._hints.waits = cache.waits  # a job has one budget
 
     def _wrap(
         self,
