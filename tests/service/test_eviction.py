@@ -514,7 +514,7 @@ async def test_failing_database_ends_a_round_but_not_the_maintenance(opened, cap
 
         async def failing():
             rounds.append(1)
-            if len(rounds) == 3:
+            if len(rounds) == 2:
                 went_on.set()
             raise ServerError(ErrorCode.UNAVAILABLE, "no database")
 
@@ -525,6 +525,29 @@ async def test_failing_database_ends_a_round_but_not_the_maintenance(opened, cap
         await went_on.wait()
         task.cancel()
     assert "no database" in caplog.text
+
+
+async def test_wanted_eviction_in_corrupt_database_does_not_block_the_event_loop(opened):
+    async with opened() as store:
+        maintenance = store.context.maintenance
+        observe, rounds = maintenance.clock.observe, []
+
+        async def observed():
+            rounds.append(1)
+            if len(rounds) > 3:
+                raise asyncio.CancelledError  # instead of a loop that no other task can end
+            return await observe()
+
+        maintenance.clock.observe = observed
+        store.context.database.note_corruption("by this test")
+        store.context.evictor.is_needed.set()
+        task = asyncio.create_task(
+            maintenance.run(every_seconds=3600, started_at=START, was_alone=False)
+        )
+        while not rounds:
+            await asyncio.sleep(0)
+        assert not task.done()
+        task.cancel()
 
 
 @pytest.mark.sql

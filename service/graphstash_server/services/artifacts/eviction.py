@@ -65,7 +65,9 @@ class Planned:
 
 @dataclass(kw_only=True, eq=False)
 class Evictor:
-    """Evict artifacts. An upload that exceeds a soft limit sets `is_needed`."""
+    """Evict artifacts. An upload that exceeds a soft limit sets `is_needed`, and the maintenance
+    clears it.
+    """
 
     database: Database
     budgets: Budgets
@@ -82,7 +84,6 @@ class Evictor:
         """Evict until no soft limit is exceeded. Return the number of artifacts. Ignore doubtful
         limits (`LimitDoubts`) unless an operator has confirmed them.
         """
-        self.is_needed.clear()
         evicted = 0
         for namespace, goal_bytes in await self.passed(is_confirmed=is_confirmed):
             evicted += await self.shrink(

@@ -8,6 +8,7 @@ times with the clock, so none is due while the clock is doubtful (`services.plau
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from fnmatch import fnmatchcase
@@ -46,6 +47,10 @@ _PAGE = 200
 
 _ORPHAN_AGE = timedelta(hours=1)
 """Minimum age of an orphan to delete. An upload stores its blob and commits its row much faster."""
+
+_FAILED_SECONDS = 1.0
+"""Seconds to wait after a failed round. A corrupt database fails each call at once, so without a
+pause, uploads that need evictions would make the rounds block the event loop."""
 
 _HOURLY = timedelta(hours=1)
 _DAILY = timedelta(days=1)
@@ -135,13 +140,13 @@ class Maintenance:
         if was_alone:
             await self._try("cleaning up", self.reconciler.reconcile(blobs_before=started_at))
         while True:
-            await self._try("maintenance", self.run_once())
+            if not await self._try("maintenance", self.run_once()):
+                await asyncio.sleep(_FAILED_SECONDS)
             pause = every_seconds * (0.5 + jitter())
-            try:
+            with suppress(TimeoutError):
                 async with asyncio.timeout(pause):
                     await self.evictor.is_needed.wait()
-            except TimeoutError:
-                continue
+            self.evictor.is_needed.clear()
 
     async def run_once(self) -> None:
         """Run one round."""
@@ -205,8 +210,10 @@ class Maintenance:
         async with self.database.writing() as connection:
             return await claim_chore(connection, chore, now=self.clock(), every=every)
 
-    async def _try(self, what: str, work: Awaitable[object]) -> None:
-        """Await work and log its failure, because the server can still serve."""
+    async def _try(self, what: str, work: Awaitable[object]) -> bool:
+        """Await work and log its failure, because the server can still serve. Return whether it
+        succeeded.
+        """
         try:
             await work
         except CorruptDatabaseError:
@@ -215,3 +222,6 @@ class Maintenance:
             _LOGGER.warning("%s stopped and will be retried: %s", what, error)
         except Exception:
             _LOGGER.exception("%s failed and will be retried", what)
+        else:
+            return True
+        return False
