@@ -292,6 +292,48 @@ async def test_only_one_server_runs_a_chore_per_interval(opened):
 
 
 @pytest.mark.sql
+async def test_failed_chore_is_retried_by_the_server_that_claimed_it(opened, caplog):
+    done = []
+
+    async def failing():
+        done.append("failed")
+        raise ServerError(ErrorCode.UNAVAILABLE, "no answer")
+
+    async def note():
+        done.append("one")
+
+    async def note_other():
+        done.append("other")
+
+    async with opened() as one, opened() as other:
+        other.context.maintenance.retain = note_other
+        one.context.maintenance.retain = failing
+        await one.context.maintenance.run_once()
+        one.context.maintenance.retain = note
+        await one.context.maintenance.run_once()
+        one.clock.turn(300)
+        await other.context.maintenance.run_once()
+        await one.context.maintenance.run_once()
+        await one.context.maintenance.run_once()
+        assert done == ["failed", "one"]
+    assert "retention stopped and will be retried: unavailable: no answer" in caplog.text
+
+
+async def test_blob_that_the_store_cannot_delete_stops_no_chore(opened, monkeypatch, caplog):
+    async def failing(_digest, **_):
+        raise ServerError(ErrorCode.UNAVAILABLE, "disk error")
+
+    async with opened(retain_days=30, soft_limit_bytes=15_000) as store:
+        monkeypatch.setattr(store.blobs, "delete", failing)
+        await store.fill(2)
+        await store.context.maintenance.run_once()
+        store.clock.turn(31 * DAY)
+        await store.context.maintenance.run_once()
+        assert await store.kept(2) == []
+    assert "deleting blobs stopped and will be retried: unavailable: disk error" in caplog.text
+
+
+@pytest.mark.sql
 async def test_two_servers_never_evict_for_the_same_excess(opened):
     async with opened(soft_limit_bytes=500_000) as one, opened(soft_limit_bytes=500_000) as two:
         await one.fill(100)
@@ -530,9 +572,10 @@ async def test_failing_database_ends_a_round_but_not_the_maintenance(opened, cap
 async def test_wanted_eviction_in_corrupt_database_does_not_block_the_event_loop(opened):
     async with opened() as store:
         maintenance = store.context.maintenance
-        observe, rounds = maintenance.clock.observe, []
+        observe, rounds, has_begun = maintenance.clock.observe, [], asyncio.Event()
 
         async def observed():
+            has_begun.set()
             rounds.append(1)
             if len(rounds) > 3:
                 raise asyncio.CancelledError  # instead of a loop that no other task can end
@@ -544,8 +587,7 @@ async def test_wanted_eviction_in_corrupt_database_does_not_block_the_event_loop
         task = asyncio.create_task(
             maintenance.run(every_seconds=3600, started_at=START, was_alone=False)
         )
-        while not rounds:
-            await asyncio.sleep(0)
+        await has_begun.wait()
         assert not task.done()
         task.cancel()
 

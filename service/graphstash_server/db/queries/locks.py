@@ -124,17 +124,25 @@ def _number(sha256: str) -> int:
 
 
 async def claim_chore(
-    connection: AsyncConnection, name: str, *, now: datetime, every: timedelta
+    connection: AsyncConnection,
+    name: str,
+    *,
+    now: datetime,
+    every: timedelta,
+    held_until: datetime | None = None,
 ) -> bool:
-    """Return whether a chore is due. If so, the caller must do it now, and no other server does.
+    """Return whether a chore is due. If so, the caller must do it now, and no other server does
+    until `now + every`.
 
-    If the caller dies during the chore, another server does it when the chore is due again. A chore
+    If the caller dies during the chore, another server does it when the chore is due again. If the
+    chore fails, the caller passes the end of its claim as `held_until` to claim it again. A chore
     whose next time is more than two intervals ahead was planned by a wrong clock, and is due.
     """
     statement = insert_into(connection, chores).values(name=name, next_at=now + every)
+    next_at = chores.c.next_at
     statement = statement.on_conflict_do_update(
         index_elements=[chores.c.name],
         set_={"next_at": statement.excluded.next_at},
-        where=or_(chores.c.next_at <= now, chores.c.next_at > now + 2 * every),
+        where=or_(next_at <= now, next_at > now + 2 * every, next_at == held_until),
     )
     return (await connection.execute(statement)).rowcount == 1

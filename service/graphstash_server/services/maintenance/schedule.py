@@ -14,6 +14,7 @@ from datetime import datetime, timedelta
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import groupby
+from typing import NamedTuple
 
 from graphstash_server.actor import Actor
 from graphstash_server.clock import jitter
@@ -54,6 +55,8 @@ pause, uploads that need evictions would make the rounds block the event loop.""
 
 _HOURLY = timedelta(hours=1)
 _DAILY = timedelta(days=1)
+_RETRY = timedelta(minutes=5)
+"""Time before a retry of a failed chore. Some chores read all rows and blobs before they fail."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -109,6 +112,13 @@ class RetentionService:
             after = page[-1]
 
 
+class _Failed(NamedTuple):
+    """A chore that failed on this server: the end of its claim, and when to try again."""
+
+    held_until: datetime
+    retry_at: datetime
+
+
 @dataclass(kw_only=True, eq=False)
 class Maintenance:
     """Run in the background. Cancelling it loses nothing."""
@@ -130,6 +140,9 @@ class Maintenance:
     toolchains_kept: int | None
     audit_kept_for: timedelta
 
+    def __post_init__(self) -> None:
+        self._failed: dict[str, _Failed] = {}
+
     async def run(self, *, every_seconds: float, started_at: datetime, was_alone: bool) -> None:
         """Run a round every `every_seconds` on average, or when an upload exceeds a soft limit,
         until cancelled. Log a failed round.
@@ -149,32 +162,21 @@ class Maintenance:
             self.evictor.is_needed.clear()
 
     async def run_once(self) -> None:
-        """Run one round."""
+        """Run one round. Log a step or chore that fails, and run the others."""
         is_plausible = await self.clock.observe()
         await self._renew_uses()
-        await self.evictor.run(actor=Actor.server())
-        await self.collector.collect_marked()
+        await self._try("eviction", self.evictor.run(actor=Actor.server()))
+        await self._try("deleting blobs", self.collector.collect_marked())
         if not is_plausible:
             return
-        if await self._is_due("drop old leases", _HOURLY):
-            await self.reconciler.drop_old_leases()
-        if await self._is_due("drop old withdrawals", _HOURLY):
-            await self.withdrawals.prune()
-        if await self._is_due("drop unused manifests", _HOURLY):
-            await self.manifests.drop_unused()
-        if await self._is_due("drop unused environments", _HOURLY):
-            await self.explanations.drop_unused()
-        if await self._is_due("drop old history and runs", _HOURLY):
-            await self.history.drop_old(ago=self.clock.ago)
-            await self.runs.drop_old(ago=self.clock.ago)
-        if await self._is_due("retention", _HOURLY):
-            await self.retain()
-        if await self._is_due("prune the audit log", _HOURLY):
-            await self.audit.prune(older_than=self.clock.ago(self.audit_kept_for))
-            await self.tokens.forget_ended(ago=self.clock.ago, kept_for=self.audit_kept_for)
-        if await self._is_due("compare rows and blobs", _DAILY):
-            await self.reconciler.reconcile(blobs_before=self.clock.ago(_ORPHAN_AGE))
-            await self.database.update_statistics()
+        await self._do("drop old leases", _HOURLY, self.reconciler.drop_old_leases)
+        await self._do("drop old withdrawals", _HOURLY, self.withdrawals.prune)
+        await self._do("drop unused manifests", _HOURLY, self.manifests.drop_unused)
+        await self._do("drop unused environments", _HOURLY, self.explanations.drop_unused)
+        await self._do("drop old history and runs", _HOURLY, self._drop_old)
+        await self._do("retention", _HOURLY, self.retain)
+        await self._do("prune the audit log", _HOURLY, self._prune)
+        await self._do("compare rows and blobs", _DAILY, self._compare)
 
     async def retain(self) -> int:
         """Evict the artifacts that retention chooses. Return their number."""
@@ -206,9 +208,35 @@ class Maintenance:
             async with self.database.writing() as connection:
                 renewed = await renew_uses(connection, since=since, until=until, limit=_PAGE)
 
-    async def _is_due(self, chore: str, every: timedelta) -> bool:
+    async def _drop_old(self) -> None:
+        await self.history.drop_old(ago=self.clock.ago)
+        await self.runs.drop_old(ago=self.clock.ago)
+
+    async def _prune(self) -> None:
+        await self.audit.prune(older_than=self.clock.ago(self.audit_kept_for))
+        await self.tokens.forget_ended(ago=self.clock.ago, kept_for=self.audit_kept_for)
+
+    async def _compare(self) -> None:
+        await self.reconciler.reconcile(blobs_before=self.clock.ago(_ORPHAN_AGE))
+        await self.database.update_statistics()
+
+    async def _do(
+        self, chore: str, every: timedelta, work: Callable[[], Awaitable[object]]
+    ) -> None:
+        """Do a chore if it is due and no other server does it. After a failure, this server tries
+        again in a round after `_RETRY`.
+        """
+        now = self.clock()
+        failed = self._failed.get(chore)
+        if failed is not None and now < failed.retry_at:
+            return
         async with self.database.writing() as connection:
-            return await claim_chore(connection, chore, now=self.clock(), every=every)
+            is_due = await claim_chore(
+                connection, chore, now=now, every=every, held_until=failed and failed.held_until
+            )
+        self._failed.pop(chore, None)
+        if is_due and not await self._try(chore, work()):
+            self._failed[chore] = _Failed(now + every, self.clock() + _RETRY)
 
     async def _try(self, what: str, work: Awaitable[object]) -> bool:
         """Await work and log its failure, because the server can still serve. Return whether it
