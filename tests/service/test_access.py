@@ -180,6 +180,26 @@ def test_slow_upload_is_refused_after_policy_change(guarded, admin, before, afte
     assert admin.get().status_code == 404
 
 
+SLOW_WRITES = {
+    "manifest": lambda api: ("PUT", manifest(api), json_of(keys=[api.key()])),
+    "lease": lambda api: ("POST", api.lease_path(), b"{ }"),
+    "description": lambda api: (
+        "POST",
+        f"/v1/{api.namespace}/artifacts:describe",
+        json_of(artifacts=[{"key": api.key(), "label": "", "program": {}, "environment": {}}]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SLOW_WRITES)
+def test_slow_write_is_refused_after_its_namespace_became_read_only(guarded, admin, name):
+    method, path, body = SLOW_WRITES[name](admin)
+    with half_sent(guarded, method, path, guarded.token("write:*"), body=body) as finish:
+        guarded.set_policy(admin.namespace, mode="read_only")
+        assert finish() == 403
+    assert READS["get manifest"](admin).status_code == 404
+
+
 def test_waiter_whose_token_is_revoked_gets_no_lease(guarded, admin):
     held = admin.acquire().json()["token"]
     token = guarded.token(f"write:{admin.namespace}")

@@ -282,9 +282,8 @@ async def _body(call: NamespaceCall, upload: Upload) -> AsyncIterator[bytes]:
         yield chunk
     await call.reauthorize()
     namespace = upload.key.namespace
-    policy = await context.policies.of(namespace)
-    context.uploads.check(namespace, upload.digest.size_bytes, policy=policy)
-    if upload.replaces and not may_replace(policy):
+    context.uploads.check(namespace, upload.digest.size_bytes, policy=call.policy)
+    if upload.replaces and not may_replace(call.policy):
         raise ServerError(
             ErrorCode.UNAVAILABLE,
             f"the namespace {namespace} became write-once during the upload: nothing was stored, "

@@ -117,10 +117,15 @@ class Call:
 
 @dataclass(slots=True)
 class NamespaceCall(Call):
-    """A call in a namespace, with the policy at the start of the call."""
+    """A call in a namespace, with the policy that the caller was last checked against."""
 
     namespace: Namespace
     policy: NamespacePolicy
+
+    async def reauthorize(self) -> None:
+        """Check the caller as in `Call.reauthorize`, and refresh `policy`."""
+        await self._check(self.request)
+        self.policy = await self.context.policies.of(self.namespace)
 
 
 C = TypeVar("C", bound=Call)

@@ -45,8 +45,9 @@ class _ExplainQuery(WireModel):
 )
 async def describe_artifacts(call: NamespaceCall) -> Response:
     """Store the inputs of artifacts, so that the server can explain later misses."""
-    check_writable(call.namespace, call.policy)
+    check_writable(call.namespace, call.policy)  # before the body, which would be in vain
     request = await read_model(call, DescribeRequest, max_bytes=MAX_DESCRIBE_BYTES)
+    check_writable(call.namespace, call.policy)  # the policy may have changed meanwhile
     for each in request.artifacts:
         _check(each)
     await call.context.explanations.describe(call.namespace, request.artifacts)

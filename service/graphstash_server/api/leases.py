@@ -79,6 +79,7 @@ async def acquire_lease(call: NamespaceCall) -> Response:
     key = key_of(request)
     check_writable(key.namespace, call.policy)
     wanted = await read_model(call, LeaseRequest)
+    check_writable(key.namespace, call.policy)  # the policy may have changed meanwhile
     wait_seconds = requested_wait(request.headers.get("prefer"), at_most_seconds=MAX_WAIT_SECONDS)
     gone = asyncio.create_task(_until_gone(request))
     try:

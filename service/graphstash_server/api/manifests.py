@@ -61,13 +61,14 @@ async def get_manifest(call: NamespaceCall) -> Response:
 async def put_manifest(call: NamespaceCall) -> Response:
     """Add the artifacts that one run used. Above a limit, the least recently used are dropped."""
     name = manifest_of(call.request)
-    check_writable(call.namespace, call.policy)
+    check_writable(call.namespace, call.policy)  # before the body, which would be in vain
     keys = await read_keys(
         call,
         ManifestUpdate,
         max_keys=MAX_MANIFEST_ENTRIES,
         advice=f"the limit is {MAX_MANIFEST_ENTRIES}: send the most recently used ones",
     )
+    check_writable(call.namespace, call.policy)  # the policy may have changed meanwhile
     entries, is_new = await call.context.manifests.merge(
         call.namespace, name, keys, writer=call.principal.party, actor=call.actor
     )
