@@ -288,6 +288,27 @@ async def test_requests_share_one_query_to_a_database_that_never_answered(opened
 
 
 @pytest.mark.sql
+async def test_concurrent_changes_of_one_policy_are_all_kept(opened):
+    changes = {
+        "mode": WriteMode.READ_ONLY,
+        "trusted": True,
+        "anonymous_read": True,
+        "limit_bytes": 1000,
+        "max_artifact_bytes": 10,
+        "requests_per_second": 5.0,
+    }
+    async with opened() as one, opened() as other:
+        await asyncio.gather(
+            *(
+                server.context.policies.change(TEAM, {field: value}, ACTOR)
+                for server, (field, value) in zip((one, other) * 3, changes.items(), strict=True)
+            )
+        )
+        found = await one.context.policies.find(TEAM)
+    assert found.policy == NamespacePolicy(**changes)
+
+
+@pytest.mark.sql
 def test_policies_of_many_namespaces_can_be_set_at_once(api):
     def put(number):
         path = f"/v1/-/namespaces/{api.namespace}-{number % 3}"

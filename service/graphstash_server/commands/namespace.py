@@ -110,14 +110,12 @@ def set_(
     async def work(context: "ProcessContext") -> None:
         from graphstash_server.actor import Actor
 
-        known = await context.policies.find(where)
-        before = known.policy if known is not None else NamespacePolicy()
         try:
-            policy = NamespacePolicy.model_validate(before.model_dump() | changes)
+            info = await context.policies.change(where, changes, Actor.local())
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             fail(f"{first['loc'][0]}={first['input']} is not valid: {first['msg']}", status=2)
-        _show([await context.policies.put(where, policy, Actor.local())], as_json=as_json)
+        _show([info], as_json=as_json)
 
     run_with_services(work)
 

@@ -17,7 +17,6 @@ from graphstash_schema import (
     Grant,
     ManifestName,
     Namespace,
-    NamespacePolicy,
     ReportReason,
     ReportRequest,
     Scope,
@@ -142,14 +141,11 @@ def _of_job(namespace: Namespace, job: ManifestName, count: int) -> Done:
 async def _limit(visitor: Visitor, form: Form) -> Done:
     visitor.require_administrator()
     namespace, text = Namespace(form.get("namespace", "")), form.get("limit", "").strip()
-    found = await visitor.context.policies.find(namespace)
-    policy = (found.policy if found is not None else NamespacePolicy()).model_dump()
     try:
         limit = int(_SIZE.validate_python(text)) if text else None
-        changed = NamespacePolicy.model_validate(policy | {"limit_bytes": limit})
+        await visitor.context.policies.change(namespace, {"limit_bytes": limit}, visitor.actor)
     except ValidationError:
         raise _invalid(f"{text!r} is no size above 0: write 10GiB, or nothing for none") from None
-    await visitor.context.policies.put(namespace, changed, visitor.actor)
     return Done(f"/?namespace={namespace}#store")
 
 

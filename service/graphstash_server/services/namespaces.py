@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from graphstash_schema import (
     AuditAction,
@@ -22,6 +22,7 @@ from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.prepared import Row
 from graphstash_server.db.queries.audit import AuditRecord, add_audit
+from graphstash_server.db.queries.locks import lock_name
 from graphstash_server.db.queries.policies import (
     PolicyRow,
     delete_policy,
@@ -150,6 +151,9 @@ _KEPT_SECONDS = 60.0
 
 _DEFAULT: Final = NamespacePolicy()
 
+_LOCK: Final = "policy {}"
+"""Lock of a change, which reads the policy and then writes all of it."""
+
 
 def check_writable(namespace: Namespace, policy: NamespacePolicy) -> None:
     """Refuse a write to a read-only namespace.
@@ -255,8 +259,22 @@ class PolicyService:
         self, namespace: Namespace, policy: NamespacePolicy, actor: Actor
     ) -> NamespaceInfo:
         """Set the policy of a namespace, replacing the earlier one."""
+        return await self.change(namespace, policy.model_dump(), actor)
+
+    async def change(
+        self, namespace: Namespace, changes: Mapping[str, Any], actor: Actor
+    ) -> NamespaceInfo:
+        """Change fields of the policy of a namespace. The other fields keep their value.
+
+        Raises:
+            ValidationError: a value is invalid.
+        """
         now = self.clock()
         async with self.database.writing() as connection:
+            await lock_name(connection, _LOCK.format(namespace))
+            known = await find_policy(connection, namespace)
+            before = known.policy if known is not None else _DEFAULT
+            policy = NamespacePolicy.model_validate({**before.model_dump(), **changes})
             await put_policy(connection, namespace, policy, now=now)
             rules = policy.model_dump_json(exclude_defaults=True)
             record = AuditRecord(
@@ -269,6 +287,7 @@ class PolicyService:
     async def remove(self, namespace: Namespace, actor: Actor) -> bool:
         """Remove a namespace's policy, so that the defaults apply. Return whether it had one."""
         async with self.database.writing() as connection:
+            await lock_name(connection, _LOCK.format(namespace))
             is_gone = await delete_policy(connection, namespace)
             if is_gone:
                 record = AuditRecord(
