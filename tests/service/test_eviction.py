@@ -4,12 +4,14 @@ import asyncio
 import math
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
 
 from graphstash_schema import (
+    ArtifactKind,
     Digest,
     ErrorCode,
     ManifestName,
@@ -17,15 +19,16 @@ from graphstash_schema import (
     NamespacePolicy,
 )
 from graphstash_server.actor import Actor
-from graphstash_server.db.queries.artifacts import pin_artifacts
+from graphstash_server.db.queries.artifacts import pin_artifacts, unpin_artifacts
 from graphstash_server.db.queries.identifiers import claim_recount, last_recount
 from graphstash_server.db.queries.usage import recount_usage
-from graphstash_server.db.tables import usage
+from graphstash_server.db.tables import artifacts, usage
 from graphstash_server.errors import NoSpaceError, ServerError, ShortBlobError
 from graphstash_server.eviction_order import HALF_LIFE
 from graphstash_server.services.artifacts import blobs, service
 from graphstash_server.services.artifacts.eviction import Planned
 from graphstash_server.services.maintenance.garbage import GarbageOptions, collect_garbage
+from graphstash_server.testing.stores import as_chunks
 from support.services import ACTOR, ServiceClient, key_of, upload_of
 from support.statements import recorded
 
@@ -258,6 +261,35 @@ async def test_artifact_used_or_pinned_after_its_selection_stays(opened):
         assert await store.context.evictor.evict(chosen, actor=ACTOR, reason="unused") == 2
         assert await store.kept(4) == [1, 2]
         assert sorted(await store.evictions()) == sorted(evicted((0, 3), "unused"))
+
+
+@pytest.mark.sql
+async def test_pin_applies_to_no_other_kind_or_device_type_of_a_fingerprint(opened):
+    until = START + timedelta(days=9)
+    named = key_of(1)
+    siblings = [named._replace(device_type="cuda-sm_90"), named._replace(kind=ArtifactKind.PJRT)]
+    others = [("jax", "cuda-sm_90"), ("pjrt", "cpu")]
+    columns = (artifacts.c.kind, artifacts.c.device_type, artifacts.c.pinned_until)
+
+    async def pinned():
+        async with store.context.database.reading() as connection:
+            rows = await connection.execute(sa.select(*columns))
+            return sorted((kind, device_type) for kind, device_type, at in rows if at == until)
+
+    async with opened() as store:
+        for key in (named, *siblings):
+            await store.context.uploads.publish(upload_of(key, b"x"), as_chunks(b"x"))
+        for change, found in (
+            (partial(pin_artifacts, keys=[named], until=until), [("jax", "cpu")]),
+            (
+                partial(pin_artifacts, keys=siblings, until=until),
+                [("jax", "cpu"), ("jax", "cuda-sm_90"), ("pjrt", "cpu")],
+            ),
+            (partial(unpin_artifacts, keys=[named]), others),
+        ):
+            async with store.context.database.writing() as connection:
+                await change(connection)
+            assert await pinned() == found
 
 
 @pytest.mark.sql

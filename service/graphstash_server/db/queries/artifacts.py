@@ -20,6 +20,7 @@ from sqlalchemy import (
     or_,
     select,
     text,
+    true,
     tuple_,
     union_all,
     update,
@@ -39,7 +40,6 @@ from graphstash_server.db.queries.shared import (
     KNOWN_KINDS,
     are_keys,
     artifact_of,
-    in_parts,
     insert_in,
     is_key,
     key_parameters,
@@ -391,28 +391,40 @@ async def _protect(
     connection: AsyncConnection, keys: Sequence[StoredKey], name: str, until: datetime
 ) -> None:
     column = artifacts.c[name]
-    for part in in_parts(sorted(key.fingerprint for key in keys)):
-        chosen = and_(
-            artifacts.c.namespace == keys[0].namespace,
-            artifacts.c.fingerprint.in_(part),
-            or_(column.is_(None), column < until),
-        )
-        await _lock_rows(connection, chosen)
-        await connection.execute(update(artifacts).where(chosen).values({name: until}))
+    await _set_of(connection, keys, name, until, or_(column.is_(None), column < until))
 
 
 async def unpin_artifacts(connection: AsyncConnection, keys: Sequence[StoredKey]) -> None:
     """Remove the pins of artifacts of one namespace."""
-    for part in in_parts(sorted(key.fingerprint for key in keys)):
-        chosen = and_(artifacts.c.namespace == keys[0].namespace, artifacts.c.fingerprint.in_(part))
-        await _lock_rows(connection, chosen)
-        await connection.execute(update(artifacts).where(chosen).values(pinned_until=None))
+    await _set_of(connection, keys, "pinned_until", None, true())
+
+
+async def _set_of(
+    connection: AsyncConnection,
+    keys: Sequence[StoredKey],
+    name: str,
+    value: datetime | None,
+    condition: ColumnElement[bool],
+) -> None:
+    """Set a column of those artifacts of one namespace that meet a condition.
+
+    Lock the rows in key order first, as every transaction must. An UPDATE locks its rows in any
+    order, so two of them could deadlock. SQLite locks the whole database instead of rows.
+    """
+    if not keys:
+        return
+    given = keys_parameters(keys)
+    chosen = and_(are_keys(artifacts, connection.dialect.name), condition)
+    if connection.dialect.name == "postgresql":
+        locked = select(artifacts.c.fingerprint).where(chosen).order_by(*artifacts.primary_key)
+        await connection.execute(locked.with_for_update(), given)
+    await connection.execute(update(artifacts).where(chosen).values({name: value}), given)
 
 
 async def touch_artifacts(
     connection: Connection, used: Sequence[tuple[StoredKey, int, datetime]]
 ) -> None:
-    """Add hits and set the last use of artifacts. `used` must be in key order, see `_lock_rows`."""
+    """Add hits and set the last use of artifacts. `used` must be in key order, see `_set_of`."""
     await _TOUCH.execute_all(
         connection,
         [
@@ -461,18 +473,3 @@ async def release_artifact(connection: AsyncConnection, key: StoredKey) -> Diges
     )
     found = (await connection.execute(statement)).first()
     return Digest(found.sha256, found.size_bytes) if found is not None else None
-
-
-async def _lock_rows(connection: AsyncConnection, chosen: ColumnElement[bool]) -> None:
-    """Lock rows in key order, as every transaction must.
-
-    An UPDATE locks its rows in any order, so two of them could deadlock. SQLite locks the whole
-    database instead of rows.
-    """
-    if connection.dialect.name == "postgresql":
-        await connection.execute(
-            select(artifacts.c.fingerprint)
-            .where(chosen)
-            .order_by(*artifacts.primary_key)
-            .with_for_update()
-        )

@@ -23,7 +23,6 @@ __all__ = [
     "are_keys",
     "artifact_of",
     "described_of",
-    "in_parts",
     "insert_in",
     "insert_into",
     "is_key",
@@ -38,9 +37,6 @@ __all__ = [
     "upsert",
     "where_key",
 ]
-
-_KEYS_PER_STATEMENT = 500
-"""Keys per statement, below the limit of parameters (999 in SQLite before 3.32)."""
 
 KNOWN_KINDS: Final = [kind.value for kind in ArtifactKind]
 """Kinds of this release. Artifacts of other kinds are left to servers of a later release."""
@@ -150,14 +146,6 @@ def stored_key(row: Any) -> StoredKey:
 def is_key(table: Table, key: StoredKey) -> ColumnElement[bool]:
     """Match the row of a key."""
     return and_(*(table.c[name] == value for name, value in key_values(key).items()))
-
-
-def in_parts(fingerprints: Sequence[str]) -> list[Sequence[str]]:
-    """Split fingerprints into one part per statement."""
-    return [
-        fingerprints[start : start + _KEYS_PER_STATEMENT]
-        for start in range(0, len(fingerprints), _KEYS_PER_STATEMENT)
-    ]
 
 
 def unindexed(column: ColumnElement[str]) -> ColumnElement[str]:
