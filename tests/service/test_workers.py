@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import sys
@@ -154,6 +155,19 @@ def test_workers_share_one_port_and_the_rate_of_a_namespace(start, connect, tmp_
     assert f"worker {stuck} was killed by SIGKILL" in server.log
     assert not any(map(is_running, workers))
     assert "Traceback" not in server.log
+
+
+def test_server_that_has_no_free_descriptor_restarts_a_killed_worker_later(start):
+    server = start("--workers", "2")
+    limits = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (0, limits[1]))
+
+    server.kill_worker(min(server.workers))
+
+    until(lambda: "cannot start a worker (Too many open files); will retry" in server.log)
+    assert "ok" in asked(server)
+    resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, limits)
+    until(lambda: serving(server) == 3)
 
 
 def test_rolling_restart_fails_no_request_and_killed_worker_only_its_own(start, tmp_path):

@@ -289,8 +289,12 @@ class _Supervisor:
             worker.ready_pipe = None
 
     def _start(self, slot: _Slot, *, kill_at: float = inf) -> _Worker | None:
-        ready_pipe, say = os.pipe()
         row = self._counters.take()
+        try:
+            ready_pipe, say = os.pipe()
+        except OSError as error:
+            self._postpone(slot, row, error)
+            return None
         signal.pthread_sigmask(signal.SIG_BLOCK, PARENT_SIGNALS)  # until the child has handlers
         try:
             pid = os.fork()
@@ -298,9 +302,7 @@ class _Supervisor:
                 self._run_worker(say, row)
         except OSError as error:
             os.close(ready_pipe)
-            self._counters.give_back(row)
-            slot.start_at = monotonic() + _MAX_PAUSE_SECONDS
-            _LOGGER.error("cannot start a worker (%s); will retry", error.strerror)  # noqa: TRY400 - the traceback adds nothing
+            self._postpone(slot, row, error)
             return None
         finally:
             os.close(say)
@@ -308,6 +310,12 @@ class _Supervisor:
         worker = self._alive[pid] = _Worker(pid, slot, ready_pipe, monotonic(), row, kill_at)
         self._selector.register(ready_pipe, selectors.EVENT_READ, worker)
         return worker
+
+    def _postpone(self, slot: _Slot, row: int, error: OSError) -> None:
+        """Retry the start of a worker later, because the host has too few processes or files."""
+        self._counters.give_back(row)
+        slot.start_at = monotonic() + _MAX_PAUSE_SECONDS
+        _LOGGER.error("cannot start a worker (%s); will retry", error.strerror)
 
     def _run_worker(self, say: int, row: int) -> NoReturn:
         """Close the parent's files and serve. Always ends the process."""
