@@ -1,7 +1,6 @@
 """ProcessContext: builds and connects the services of a server or command."""
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -260,7 +259,11 @@ async def open_context(
         stack.callback(lock.close)
         stack.enter_context(without_restore(settings))
         started_at = clock()
-        checking = await _check_database(settings) if lock.was_alone else None
+        checking = None
+        if lock.was_alone:
+            checking = asyncio.create_task(find_corruption(make_url(settings.database_url)))
+            stack.callback(checking.cancel)
+            await _wait_for_check(checking)
         await prepare_database(settings, is_migrating=settings.auto_migrate)
         try:
             context = await stack.enter_async_context(
@@ -269,7 +272,6 @@ async def open_context(
                 )
             )
             if checking is not None:
-                stack.callback(checking.cancel)
                 checking.add_done_callback(partial(_note_result, context.database))
             await context.plausible_clock.observe()
             await context.reconciler.check_store_not_empty()
@@ -366,18 +368,16 @@ async def prepare_database(settings: Settings, *, is_migrating: bool) -> None:
     await asyncio.to_thread(prepare, settings.database_url, lock_path=lock_path)
 
 
-async def _check_database(settings: Settings) -> "asyncio.Task[str | None]":
-    """Start the corruption check of an SQLite database, and wait `_CHECK_SECONDS` for it. The check
-    of a large database continues while the server serves.
+async def _wait_for_check(checking: "asyncio.Task[str | None]") -> None:
+    """Wait up to `_CHECK_SECONDS` for the corruption check of an SQLite database. The check of a
+    large database continues while the server serves.
 
     Raises:
         StartError: the database is corrupt.
     """
-    checking = asyncio.create_task(find_corruption(make_url(settings.database_url)))
     await asyncio.wait([checking], timeout=_CHECK_SECONDS)
     if checking.done() and (reason := checking.result()) is not None:
         raise StartError(advice_for(reason))
-    return checking
 
 
 def _note_result(database: Database, checking: "asyncio.Task[str | None]") -> None:
@@ -440,6 +440,6 @@ async def _flush_last(accounting: Accounting) -> None:
 async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
     for task in tasks:
         task.cancel()
-    for task in tasks:
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
+    for failure in await asyncio.gather(*tasks, return_exceptions=True):
+        if isinstance(failure, Exception):
+            _LOGGER.error("a background task failed", exc_info=failure)

@@ -16,6 +16,7 @@ import pytest
 from alembic import command
 
 from graphstash_schema.own_files import own_socket_path
+from graphstash_server import context as context_module
 from graphstash_server import file_locks
 from graphstash_server.__main__ import _check_reach
 from graphstash_server.clock import system_clock
@@ -23,6 +24,7 @@ from graphstash_server.context import open_context, prepare_database
 from graphstash_server.db import migrate as migration
 from graphstash_server.db.migrate import alembic_config, migrate
 from graphstash_server.errors import StartError
+from graphstash_server.services.accounting import Accounting
 from graphstash_server.settings import load_settings
 from graphstash_server.storage.disk import ServerLock
 from graphstash_server.testing import LiveServer
@@ -136,6 +138,39 @@ def test_postgresql_that_fails_the_clock_query_fails_the_start(postgres, tmp_pat
 
     with pytest.raises(StartError, match="the database does not answer"):
         asyncio.run(start())
+
+
+def test_start_that_fails_leaves_no_corruption_check_running(tmp_path, monkeypatch):
+    async def endless(_):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(context_module, "find_corruption", endless)
+    monkeypatch.setattr(context_module, "_CHECK_SECONDS", 0)
+    settings = load_settings(data_dir=tmp_path, auto_migrate=False)  # refuses an empty database
+
+    async def start():
+        with pytest.raises(StartError):
+            async with open_context(settings, blob_store=None, clock=system_clock):
+                pytest.fail("the server started")
+        return [each for each in asyncio.all_tasks() if not each.cancelling()]
+
+    assert len(asyncio.run(start())) == 1  # `start`
+
+
+def test_background_task_that_failed_keeps_no_other_task_running(tmp_path, monkeypatch, caplog):
+    async def failing(_, **__):
+        raise RuntimeError("by this test")
+
+    monkeypatch.setattr(Accounting, "run", failing)
+
+    async def serve():
+        settings = load_settings(data_dir=tmp_path)
+        async with open_context(settings, blob_store=None, clock=system_clock):
+            await asyncio.sleep(0)
+        return len(asyncio.all_tasks())
+
+    assert asyncio.run(serve()) == 1  # `serve`
+    assert "a background task failed" in caplog.text
 
 
 def test_invalid_variable_is_named_with_value_and_range(monkeypatch):
