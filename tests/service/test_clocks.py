@@ -1,5 +1,6 @@
 """A wrong clock deletes nothing. The tests set the clocks of real servers."""
 
+import asyncio
 import re
 import sqlite3
 from datetime import UTC, datetime, timedelta
@@ -9,7 +10,7 @@ import sqlalchemy as sa
 
 from graphstash_schema import AuditAction, Digest, LeaseRequest, LeaseState
 from graphstash_schema.run import RunName, RunReport, RunTimes
-from graphstash_server.db import tables
+from graphstash_server.db import database_clock, tables
 from graphstash_server.db.database_clock import DatabaseClock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.artifacts import pin_artifacts
@@ -107,6 +108,29 @@ async def test_server_follows_a_change_of_the_databases_clock(on_postgresql):
     await clock.read()
     await database.close()
     assert before - clock() > DAY / 2
+
+
+async def test_unexpected_failure_of_a_reading_does_not_end_the_clock(on_postgresql, monkeypatch):
+    monkeypatch.setattr(database_clock, "_READ_SECONDS", 0)
+    database, readings = Database(on_postgresql), []
+    clock = await DatabaseClock.open(database, steady=FakeClock().steady)
+    read, has_read = clock.read, asyncio.Event()
+
+    async def failing_once():
+        readings.append(1)
+        if len(readings) == 1:
+            raise RuntimeError("by this test")
+        await read()
+        has_read.set()
+
+    monkeypatch.setattr(clock, "read", failing_once)
+    running = asyncio.create_task(clock.run())
+    waiting = asyncio.create_task(has_read.wait())
+    await asyncio.wait([running, waiting], return_when=asyncio.FIRST_COMPLETED)
+    running.cancel()
+    waiting.cancel()
+    await database.close()
+    assert has_read.is_set()
 
 
 def test_servers_of_one_database_agree_on_leases_despite_a_wrong_clock(

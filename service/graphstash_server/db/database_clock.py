@@ -14,7 +14,7 @@ from sqlalchemy import func, select
 
 from graphstash_server.clock import SteadyClock
 from graphstash_server.db.engine import Database
-from graphstash_server.errors import ServerError
+from graphstash_server.errors import CorruptDatabaseError, ServerError
 
 __all__ = ["DatabaseClock"]
 
@@ -60,10 +60,14 @@ class DatabaseClock:
             self._at, self._read_at = at, self._steady()
 
     async def run(self) -> None:
-        """Read the clock every ten seconds until cancelled."""
+        """Read the clock every ten seconds until cancelled, or until the database is corrupt."""
         while True:
             await asyncio.sleep(_READ_SECONDS)
             try:
                 await self.read()
+            except CorruptDatabaseError:
+                return  # the database has logged it
             except ServerError as error:
-                _LOGGER.debug("the clock of the database was not read: %s", error)
+                _LOGGER.warning("could not read the clock of the database, will retry: %s", error)
+            except Exception:
+                _LOGGER.exception("could not read the clock of the database, will retry")
