@@ -521,6 +521,16 @@ class TestCallers:
                 assert mine.get().headers["cache-control"] == "private, no-cache"
 
 
+def test_dropped_keys_push_out_no_cached_row():
+    clock = FakeClock()
+    rows = RecentRows(clock=clock)
+    row = Artifact(key_of(), Digest.of(b"a"), "", 1.0, "", 0, clock(), clock())
+    rows.add(row, read_at=clock())
+    for number in range(1, 2000):
+        rows.drop(key_of(number))
+    assert rows.get(row.key) == row
+
+
 def test_row_that_was_read_earlier_does_not_replace_a_newer_one():
     clock = FakeClock()
     rows = RecentRows(clock=clock)

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
+from typing import TypeVar
 
 from graphstash_schema import AuditAction, Digest, Namespace, VerifyResponse
 from graphstash_schema.protocol import LOOKUP_PIN_SECONDS, MAX_MANIFEST_ENTRIES
@@ -40,8 +41,11 @@ from graphstash_server.storage import SMALL_BYTES, BlobReader, BlobStore, FileRe
 
 __all__ = ["ArtifactService", "OpenArtifact", "RecentRows"]
 
+V = TypeVar("V")
+
 _MAX_ROWS = 1024
-"""Maximum number of cached rows, together at most 16 MiB: metadata headers have up to 16 KiB."""
+"""Maximum number of cached rows, and of remembered drops. The rows take at most 16 MiB together,
+because metadata headers have up to 16 KiB."""
 
 _NO_AGE = timedelta(0)
 _MAX_AGE = timedelta(seconds=2)
@@ -64,7 +68,8 @@ class RecentRows:
     clock: Clock
 
     def __post_init__(self) -> None:
-        self._rows: OrderedDict[StoredKey, tuple[datetime, Artifact | None]] = OrderedDict()
+        self._rows: OrderedDict[StoredKey, tuple[datetime, Artifact]] = OrderedDict()
+        self._dropped_at: OrderedDict[StoredKey, datetime] = OrderedDict()
 
     def get(self, key: StoredKey) -> Artifact | None:
         """Return the row, or None if it is absent or too old."""
@@ -80,14 +85,17 @@ class RecentRows:
 
     def add(self, row: Artifact, *, read_at: datetime) -> None:
         """Cache a row that was read at `read_at`, unless it was dropped or read again since."""
-        since, kept = self._rows.get(row.key, (read_at, row))
-        if since > read_at or (kept is None and since == read_at):
+        dropped_at = self._dropped_at.get(row.key)
+        if dropped_at is not None and read_at <= dropped_at <= self.clock():
             return
-        self._keep(row.key, read_at, row)
+        since, _ = self._rows.get(row.key, (read_at, row))
+        if since <= read_at:
+            _keep(self._rows, row.key, (read_at, row))
 
     def drop(self, key: StoredKey) -> None:
         """Drop a row that changed. `add` then refuses the row of a read that began before."""
-        self._keep(key, self.clock(), None)
+        self._rows.pop(key, None)
+        _keep(self._dropped_at, key, self.clock())
 
     def drop_used(self, keys: Iterable[StoredKey]) -> None:
         """Drop the cached rows of artifacts whose hits changed."""
@@ -95,11 +103,12 @@ class RecentRows:
             if key in self._rows:
                 self.drop(key)
 
-    def _keep(self, key: StoredKey, at: datetime, row: Artifact | None) -> None:
-        self._rows[key] = (at, row)
-        self._rows.move_to_end(key)
-        if len(self._rows) > _MAX_ROWS:
-            self._rows.popitem(last=False)
+
+def _keep(kept: OrderedDict[StoredKey, V], key: StoredKey, value: V) -> None:
+    kept[key] = value
+    kept.move_to_end(key)
+    if len(kept) > _MAX_ROWS:
+        kept.popitem(last=False)
 
 
 _LOGGER = logging.getLogger(__name__)
