@@ -66,7 +66,7 @@ class ServerError(Exception):
 
 
 class CorruptDatabaseError(ServerError):
-    """The database is damaged, and this process has stopped using it."""
+    """The database is damaged, and all workers of this host have stopped using it."""
 
     def __init__(self, detail: str) -> None:
         super().__init__(ErrorCode.DATABASE_CORRUPT, detail)

@@ -382,12 +382,12 @@ class Settings(
 
     @property
     def spool_dir(self) -> Path:
-        """Directory of large uploads until S3 has stored them."""
+        """Directory of large uploads until the bucket has stored them."""
         return self.data_dir / "spool"
 
     @property
     def tier_dir(self) -> Path:
-        """Directory of the disk tier in front of S3."""
+        """Directory of the disk tier in front of a bucket."""
         return self.data_dir / "tier"
 
 

@@ -1,7 +1,7 @@
 """Corruption: distinguish a damaged database from one that does not respond.
 
 A damaged index can name the wrong artifact, or a blob in use as unused. After the first sign of
-damage, this process therefore neither serves nor deletes anything (`engine.Database`).
+damage, no worker of this host therefore serves or deletes anything (`engine.Database`).
 """
 
 import asyncio
