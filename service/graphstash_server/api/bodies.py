@@ -111,25 +111,15 @@ async def read_model(
     call: Call,
     model: type[M],
     *,
-    max_keys: int | None = None,
     max_bytes: int = _MAX_JSON_BYTES,
-    advice: str = "",
 ) -> M:
     """Read a JSON body of bounded size. An empty body counts as `{}`. Then reauthorize the call,
     because the token may have been revoked while the body arrived.
 
-    The parser builds all values and errors of a body before it fails. That takes a thousand times
-    as long as reading the body. So `max_keys` is checked before parsing.
-
-    `max_keys` limits a list of keys, and `max_bytes` any other body. `advice` completes the error
-    message about too many keys.
-
     Raises:
         ServerError: 413, 408 or 400, and the errors of `Call.reauthorize`.
     """
-    limit_bytes = max_bytes if max_keys is None else max_keys * _MAX_KEY_BYTES
-    raw = await _read_json(call, max_bytes=limit_bytes, max_keys=max_keys, advice=advice)
-    return _parsed(raw, model)
+    return _parsed(await _read_json(call, max_bytes=max_bytes), model)
 
 
 async def read_keys(
@@ -141,9 +131,14 @@ async def read_keys(
 ) -> list[StoredKey]:
     """Read a body that is a list of keys. A valid body is parsed without the model, which
     is several times as fast. For an invalid body, the model reports the error.
+
+    The parser builds all values and errors of a body before it fails. That takes a thousand times
+    as long as reading the body. So `max_keys` is checked before parsing. `advice` completes the
+    error message about too many keys.
     """
-    limit_bytes = max_keys * _MAX_KEY_BYTES
-    raw = await _read_json(call, max_bytes=limit_bytes, max_keys=max_keys, advice=advice)
+    raw = await _read_json(call, max_bytes=max_keys * _MAX_KEY_BYTES)
+    if (count := _count_keys(raw)) > max_keys:
+        raise ServerError(ErrorCode.TOO_MANY_KEYS, f"{count} keys, {advice}", limit=max_keys)
     keys = _plain_keys(raw, call.namespace, max_keys=max_keys)
     if keys is None:
         keys = [StoredKey.of(call.namespace, key) for key in _parsed(raw, model).keys]
@@ -185,7 +180,7 @@ _KINDS: Final = {kind.value: kind for kind in ArtifactKind}
 _FIELDS: Final = len(fields(ArtifactKey))
 
 
-async def _read_json(call: Call, *, max_bytes: int, max_keys: int | None, advice: str) -> bytes:
+async def _read_json(call: Call, *, max_bytes: int) -> bytes:
     if int(call.request.headers.get("content-length", 0)) > max_bytes:
         raise ServerError(
             ErrorCode.TOO_LARGE,
@@ -197,8 +192,6 @@ async def _read_json(call: Call, *, max_bytes: int, max_keys: int | None, advice
     async for chunk in body_chunks(call.request, idle_seconds=idle_seconds):
         raw += chunk
     await call.reauthorize()
-    if max_keys is not None and (count := _count_keys(raw)) > max_keys:
-        raise ServerError(ErrorCode.TOO_MANY_KEYS, f"{count} keys, {advice}", limit=max_keys)
     return bytes(raw) or b"{}"
 
 
@@ -215,7 +208,7 @@ def _adapter(model: Any) -> TypeAdapter[Any]:
     return TypeAdapter(model)
 
 
-def _count_keys(raw: bytearray) -> int:
+def _count_keys(raw: bytes) -> int:
     """Return the number of keys in a list of keys, or about a quarter of the values in other JSON.
 
     In JSON, each value or pair except the first follows a comma, `{` or `[`. A valid body of n keys

@@ -162,19 +162,13 @@ class FastPath:
         )
 
     def answer_now(self, request: FastRequest) -> Answer | None:
-        """Return the answer, or None if `answer` is needed because the call would block.
-
-        Raises:
-            ServerError: 503 if the blob store does not respond.
-        """
+        """Return the answer, or None if `answer` is needed because the call would block."""
         if request.refusal is not None:
             return self.refuse(request, request.refusal)
         try:
             answer = Reads(self._context()).answer_now(request.read)
         except ServerError as error:
-            if error.code is ErrorCode.RANGE_NOT_SATISFIABLE:
-                return self.refuse(request, error)
-            raise
+            return self.refuse(request, error)
         return None if answer is Unanswered.BLOCKED else self._rendered(request, answer)
 
     async def answer(self, request: FastRequest) -> Answer:

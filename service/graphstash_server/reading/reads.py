@@ -88,7 +88,7 @@ class Reads:
         """Return the answer, or why there is none without blocking.
 
         Raises:
-            ServerError: 416 if the range holds no byte; 503 if the blob store does not answer.
+            ServerError: 416 if the range holds no byte.
         """
         artifacts = self._artifacts
         found = artifacts.find_now(request.key)
