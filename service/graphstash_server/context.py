@@ -18,6 +18,7 @@ from graphstash_server.db.engine import Database
 from graphstash_server.db.migrate import check_revision, migrate
 from graphstash_server.db.notifications import Listener
 from graphstash_server.errors import ServerError, StartError
+from graphstash_server.file_locks import ServerLock, hold_database
 from graphstash_server.services.accounting import Accounting
 from graphstash_server.services.artifacts.allocation import Allocator
 from graphstash_server.services.artifacts.blobs import BlobCollector
@@ -51,7 +52,6 @@ from graphstash_server.services.wait_queue import Notification, WaitQueue
 from graphstash_server.settings import LimitSettings, Settings
 from graphstash_server.shared_text import SharedText
 from graphstash_server.storage import BlobStore, open_blob_store
-from graphstash_server.storage.disk import ServerLock, hold_database
 
 if TYPE_CHECKING:
     from graphstash_server.tracing import Tracing

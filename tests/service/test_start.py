@@ -24,9 +24,9 @@ from graphstash_server.context import open_context, prepare_database
 from graphstash_server.db import migrate as migration
 from graphstash_server.db.migrate import alembic_config, migrate
 from graphstash_server.errors import StartError
+from graphstash_server.file_locks import ServerLock
 from graphstash_server.services.accounting import Accounting
 from graphstash_server.settings import load_settings
-from graphstash_server.storage.disk import ServerLock
 from graphstash_server.testing import LiveServer
 from support.database_sessions import connected, eventually
 from support.ports import reserved_port

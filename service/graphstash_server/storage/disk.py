@@ -4,7 +4,6 @@ Reads and writes use separate thread pools, so that uploads waiting for the disk
 """
 
 import asyncio
-import fcntl
 import logging
 import os
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -17,7 +16,6 @@ from typing import TypeVar
 
 from graphstash_schema import Digest, ErrorCode, InvalidValueError
 from graphstash_server.errors import NoSpaceError, ServerError
-from graphstash_server.file_locks import wait_for_lock
 from graphstash_server.storage.base import BlobReader, BlobStore
 from graphstash_server.storage.files import FileReader, open_cached, open_file, read_cached
 from graphstash_server.storage.upload import (
@@ -29,7 +27,7 @@ from graphstash_server.storage.upload import (
     sync_directory,
 )
 
-__all__ = ["DiskBlobStore", "ServerLock", "hold_database"]
+__all__ = ["DiskBlobStore"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -190,52 +188,3 @@ def _digests(shard: Path, before: datetime | None) -> list[Digest]:
         if name.startswith(shard.name) and status.st_mtime < limit:
             found.append(digest)
     return found
-
-
-class ServerLock:
-    """Detects whether other servers use the same data directory. Each running server holds a shared
-    lock on the file. The kernel releases the lock when the process ends.
-    """
-
-    def __init__(self, path: Path) -> None:
-        """Try to take the lock exclusively, and set `was_alone` to the success. Does not block.
-
-        Raises:
-            OSError: the file cannot be created.
-        """
-        self._path = path
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.was_alone = True
-        except BlockingIOError:
-            self.was_alone = False
-
-    def share(self) -> None:
-        """Change to a shared lock, so that other servers can start. Waits for a starting server.
-
-        Raises:
-            StartError: that server does not finish its start within ten minutes.
-        """
-        wait_for_lock(self._fd, fcntl.LOCK_SH, path=self._path)
-
-    def close(self) -> None:
-        """Release the lock."""
-        os.close(self._fd)
-
-
-@contextmanager
-def hold_database(data_dir: Path, *, is_exclusive: bool = False) -> Iterator[bool]:
-    """Hold the lock of a data directory's database, and yield whether that succeeded. Processes
-    that open the database share the lock. A restore, which replaces the file, holds it exclusively.
-    """
-    fd = os.open(data_dir / "database.lock", os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        is_free = True
-        try:
-            fcntl.flock(fd, (fcntl.LOCK_EX if is_exclusive else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-        except BlockingIOError:
-            is_free = False
-        yield is_free
-    finally:
-        os.close(fd)

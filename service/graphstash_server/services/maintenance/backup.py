@@ -40,6 +40,7 @@ from graphstash_server.errors import (
     DigestMismatchError,
     ShortBlobError,
 )
+from graphstash_server.file_locks import ServerLock, hold_database
 from graphstash_server.logs import in_background
 from graphstash_server.services.artifacts.blobs import BlobCollector
 from graphstash_server.services.maintenance.snapshot import (
@@ -56,7 +57,6 @@ from graphstash_server.services.maintenance.snapshot import (
     upgrade_snapshot,
 )
 from graphstash_server.storage import BlobReader, BlobStore, DiskBlobStore
-from graphstash_server.storage.disk import ServerLock, hold_database
 from graphstash_server.storage.upload import sync_directory
 
 __all__ = ["UNFINISHED", "Backup", "Copied", "Manifest", "Progress", "abandon", "restore"]
