@@ -169,18 +169,18 @@ def test_counters_never_decrease_when_worker_is_killed_or_replaced(start, connec
     assert last["strange_headers_total", "x-unheard-of"] == 50
 
 
-def test_names_of_strange_headers_are_limited():
+def test_names_of_unrecognized_headers_are_limited():
     counters = Counters.alone()
     names = [f"{number:02}-{'a' * 80}" for number in range(MAX_NAMES + 5)]
     for _ in range(2):
-        counters.count_strange_headers(names)
-    counted = counters.host.sums().strange_headers
+        counters.count_unrecognized_headers(names)
+    counted = counters.host.sums().unrecognized_headers
     assert counted == {**{name[:64]: 2 for name in names[:MAX_NAMES]}, OTHER: 10}
 
     successor = counters.host.of(0)
-    successor.count_strange_headers([names[3], "new"])
+    successor.count_unrecognized_headers([names[3], "new"])
     changed = {names[3][:64]: 3, OTHER: 11}
-    assert counters.host.sums().strange_headers == counted | changed
+    assert counters.host.sums().unrecognized_headers == counted | changed
 
 
 def test_unusual_methods_statuses_and_durations_are_counted():

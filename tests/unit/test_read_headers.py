@@ -7,7 +7,7 @@ import pytest
 from graphstash_schema import protocol
 from graphstash_server.fast import answers
 from graphstash_server.reading import headers
-from graphstash_server.reading.headers import READ, relevant_name, strangers
+from graphstash_server.reading.headers import READ, relevant_name, unrecognized_headers
 
 
 def test_no_header_of_protocol_or_of_message_framing_is_ignored():
@@ -50,8 +50,8 @@ def test_similar_names_are_not_ignored(name):
 
 def test_unknown_and_repeated_headers_are_not_ignored():
     names = b"host via via range if-match x-new range graphstash-job x-new x-other".split()
-    assert strangers(names) == ["range", "x-new", "x-other"]
-    assert not strangers([b"host", b"cookie", b"cookie", b"authorization"])
+    assert unrecognized_headers(names) == ["range", "x-new", "x-other"]
+    assert not unrecognized_headers([b"host", b"cookie", b"cookie", b"authorization"])
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ from graphstash_server.artifact import FoundArtifact
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
 from graphstash_server.reading.conditions import job_named
-from graphstash_server.reading.headers import strangers
+from graphstash_server.reading.headers import unrecognized_headers
 from graphstash_server.reading.reads import ReadAnswer, ReadRequest, Reads, Unanswered
 from graphstash_server.reading.representation import absent, may_replace
 from graphstash_server.services.artifacts.uploads import Upload
@@ -96,8 +96,8 @@ async def head_artifact(call: NamespaceCall) -> Response:
 
 async def _read(call: NamespaceCall, *, is_head: bool) -> Response:
     headers = call.request.headers
-    strange = strangers(name for name, _ in headers.raw)
-    call.context.accounting.counters.count_strange_headers(strange)
+    unrecognized = unrecognized_headers(name for name, _ in headers.raw)
+    call.context.accounting.counters.count_unrecognized_headers(unrecognized)
     request = ReadRequest(
         key_of(call.request),
         is_head,

@@ -75,7 +75,14 @@ def gc(
         blobs_before = context.plausible_clock.ago(orphan_age)
         with Console(stderr=True).status("collecting garbage"):
             totals = await collect_garbage(
-                GarbageOptions(dry_run, evict_now, age, toolchain, namespace, blobs_before),
+                GarbageOptions(
+                    is_dry_run=dry_run,
+                    is_confirmed=evict_now,
+                    unused_for=age,
+                    toolchain=toolchain,
+                    namespace=namespace,
+                    blobs_before=blobs_before,
+                ),
                 actor=Actor.local(),
                 maintenance=context.maintenance,
                 found=found,
@@ -94,7 +101,7 @@ def gc(
             f"{'would be ' if dry_run else ''}removed"
         )
         if evict_now and not totals.evicted:
-            is_over = await context.maintenance.evictor.passed(is_confirmed=True)
+            is_over = await context.maintenance.evictor.exceeded(is_confirmed=True)
             typer.echo(
                 "a limit is exceeded, but the other artifacts are pinned, withheld, or were "
                 "looked up recently"

@@ -18,7 +18,7 @@ from graphstash_schema.protocol import (
 )
 from graphstash_server.reading.representation import ACCEPT_REDIRECT, CONDITIONS
 
-__all__ = ["CONDITIONAL", "READ", "relevant_name", "strangers"]
+__all__ = ["CONDITIONAL", "READ", "relevant_name", "unrecognized_headers"]
 
 CONDITIONAL: Final = {name.encode(): name for name in (*CONDITIONS, ACCEPT_REDIRECT)}
 """Headers that select the representation (`reading.representation`)."""
@@ -70,7 +70,7 @@ def _relevant_name(name: bytes) -> bytes | None:
 _kept: Final = lru_cache(1024)(_relevant_name)
 
 
-def strangers(names: Iterable[bytes]) -> list[str]:
+def unrecognized_headers(names: Iterable[bytes]) -> list[str]:
     """Return the headers that keep a request from the fast path: unknown and repeated ones."""
     counts = Counter(map(relevant_name, names))
     del counts[None]

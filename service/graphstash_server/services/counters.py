@@ -57,7 +57,7 @@ class Counted(NamedTuple):
             reads that bypass FastAPI (`graphstash_server.fast`) are not timed.
         healed: artifacts dropped because their blob was lost or damaged.
         leases_expired: leases that were granted to another holder after they expired.
-        strange_headers: for each header, the number of reads that it kept from the fast path.
+        unrecognized_headers: for each header, the number of reads that it kept from the fast path.
         waiters: requests that wait for a lease.
         listening: processes that receive the database's notifications.
     """
@@ -68,7 +68,7 @@ class Counted(NamedTuple):
     total_seconds: float
     healed: int
     leases_expired: int
-    strange_headers: dict[str, int]
+    unrecognized_headers: dict[str, int]
     workers: int
     waiters: int
     listening: int
@@ -91,7 +91,7 @@ class HostCounters:
         self._rows = [
             cells[number * len(_CELL) : (number + 1) * len(_CELL)] for number in range(workers)
         ]
-        self._strange_headers = [NamedCounts() for _ in range(workers)]
+        self._unrecognized_headers = [NamedCounts() for _ in range(workers)]
         self._free = list(range(workers))
         self.corruption = SharedText()
         self.unknown_blobs = SharedText()
@@ -110,7 +110,7 @@ class HostCounters:
 
     def of(self, row: int) -> "Counters":
         """Return the counters of the worker that has this row."""
-        return Counters(self._rows[row], self, strange_headers=self._strange_headers[row])
+        return Counters(self._rows[row], self, unrecognized_headers=self._unrecognized_headers[row])
 
     def sums(self) -> Counted:
         """Return the sums since the server started."""
@@ -122,7 +122,7 @@ class HostCounters:
             refused={key[1]: named[key] for key in _CELL if key[0] == "refused" and named[key]},
             seconds=sums[_SECONDS : _SECONDS + buckets],
             total_seconds=named["microseconds",] / 1e6,
-            strange_headers=NamedCounts.sums(self._strange_headers),
+            unrecognized_headers=NamedCounts.sums(self._unrecognized_headers),
             **{
                 name: named[name,]
                 for name in ("healed", "leases_expired", "workers", "waiters", "listening")
@@ -134,10 +134,10 @@ class Counters:
     """The counters of one worker. `host` has the rows of all workers."""
 
     def __init__(
-        self, cells: "memoryview[int]", host: HostCounters, *, strange_headers: NamedCounts
+        self, cells: "memoryview[int]", host: HostCounters, *, unrecognized_headers: NamedCounts
     ) -> None:
         self._cells = cells
-        self._strange_headers = strange_headers
+        self._unrecognized_headers = unrecognized_headers
         self.host = host
 
     @classmethod
@@ -165,10 +165,10 @@ class Counters:
         """Count a refused request."""
         self._cells[_CELL["refused", code.value]] += 1
 
-    def count_strange_headers(self, names: Iterable[str]) -> None:
+    def count_unrecognized_headers(self, names: Iterable[str]) -> None:
         """Count a read for each header that kept it from the fast path."""
         for name in names:
-            self._strange_headers.count(name)
+            self._unrecognized_headers.count(name)
 
     def count_healed(self) -> None:
         """Count an artifact dropped because its blob was lost or damaged."""

@@ -135,7 +135,7 @@ def _of_host(counted: Counted, *, is_postgresql: bool) -> Iterable[Metric]:
         "Reads that took longer because of a header, by the header's name.",
         ["name"],
     )
-    for name, count in _limited(counted.strange_headers).items():
+    for name, count in _limited(counted.unrecognized_headers).items():
         strange.add_metric([name], count)
     yield strange
     yield _histogram(counted)

@@ -67,7 +67,7 @@ class Budget(NamedTuple):
         """Size at which eviction stops: below the soft limit, so that not every upload evicts."""
         return None if self.soft_bytes is None else int(self.soft_bytes * _ROOM_SHARE)
 
-    def is_passed_softly(self, used_bytes: int) -> bool:
+    def exceeds_soft_limit(self, used_bytes: int) -> bool:
         """Whether the soft limit is exceeded."""
         return self.soft_bytes is not None and used_bytes > self.soft_bytes
 

@@ -126,7 +126,7 @@ class Allocator:
                 del self._taken[allocation.namespace]
             self._unwritten_bytes -= allocation.step_bytes
 
-    async def passed(
+    async def admitted_chunks(
         self, allocation: Allocation, chunks: AsyncIterator[bytes]
     ) -> AsyncIterator[bytes]:
         """Pass on the bytes of a blob once they have room.
@@ -201,7 +201,7 @@ class Allocator:
         for name, doubt in doubts.items():
             if (store if name is None else budget).hard_bytes is not None:
                 raise NoSpaceError(f"{doubt}. Until then, uploads are refused")
-        if not doubts and (store.is_passed_softly(stored) or budget.is_passed_softly(own)):
+        if not doubts and (store.exceeds_soft_limit(stored) or budget.exceeds_soft_limit(own)):
             self.evictor.is_needed.set()
         found = []
         if budget.hard_bytes is not None and own + ahead_bytes > budget.hard_bytes:

@@ -85,7 +85,7 @@ class Evictor:
         limits (`LimitDoubts`) unless an operator has confirmed them.
         """
         evicted = 0
-        for namespace, goal_bytes in await self.passed(is_confirmed=is_confirmed):
+        for namespace, goal_bytes in await self.exceeded(is_confirmed=is_confirmed):
             evicted += await self.shrink(
                 namespace, goal_bytes=goal_bytes, actor=actor, reason=OVER_SOFT_LIMIT
             )
@@ -100,7 +100,7 @@ class Evictor:
         artifacts in `planned` as evicted, and add the yielded ones to it.
         """
         planned = planned or Planned()
-        for namespace, goal_bytes in await self.passed(
+        for namespace, goal_bytes in await self.exceeded(
             is_confirmed=is_confirmed, freed_bytes=planned.freed_bytes
         ):
             async with self.database.reading() as connection:
@@ -135,7 +135,7 @@ class Evictor:
             evicted += len(gone)
         return evicted
 
-    async def passed(
+    async def exceeded(
         self, *, is_confirmed: bool, freed_bytes: Mapping[str | None, int] = NOTHING_FREED
     ) -> list[tuple[str | None, int]]:
         """Return each namespace (None: the store) that exceeds its soft limit even without the
@@ -147,15 +147,15 @@ class Evictor:
         budgets = {name: self.budgets.of(name or "", limits) for name in sizes}
         budgets[None] = self.budgets.store  # last, because evictions in namespaces shrink it
         sizes[None] = sum(sizes.values())
-        passed = {
+        exceeded = {
             name: of
             for name, of in budgets.items()
-            if of.is_passed_softly(sizes[name] - freed_bytes.get(name, 0))
+            if of.exceeds_soft_limit(sizes[name] - freed_bytes.get(name, 0))
         }
         doubts = {} if is_confirmed else await self.limit_doubts.about(sizes, limits, freed_bytes)
         for doubt in doubts.values():
             _LOGGER.warning("%s", doubt)
-        return [(name, of.goal_bytes or 0) for name, of in passed.items() if name not in doubts]
+        return [(name, of.goal_bytes or 0) for name, of in exceeded.items() if name not in doubts]
 
     async def shrink(
         self,

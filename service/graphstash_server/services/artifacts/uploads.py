@@ -424,7 +424,9 @@ class UploadService:
         try:
             with self.collector.uploading(upload.digest), self.allocator.opened(allocation):
                 is_unused = await self.collector.settle(upload.digest)
-                await self.blobs.put(upload.digest, self.allocator.passed(allocation, chunks))
+                await self.blobs.put(
+                    upload.digest, self.allocator.admitted_chunks(allocation, chunks)
+                )
                 is_unused = True
                 commit = await self.committer.commit(upload)
         except BaseException:
