@@ -121,6 +121,7 @@ class ProcessContext:
             clock=clock,
             plausible_clock=plausible,
         )
+        self.accounting.when_written = self.artifacts.forget_used
         budgets = _budgets(settings)
         limit_doubts = LimitDoubts(database=database, budgets=budgets)
         self.evictor = Evictor(

@@ -240,7 +240,12 @@ async def test_artifacts_unused_for_retain_days_are_deleted(opened):
         assert logged == sorted(evicted((0, 2, 3), "retention", by=Actor.server()))
 
         await collect_garbage(
-            GarbageOptions(False, False, timedelta(days=9), None, None, store.clock.now),
+            GarbageOptions(
+                is_dry_run=False,
+                is_confirmed=False,
+                unused_for=timedelta(days=9),
+                blobs_before=store.clock.now,
+            ),
             actor=Actor.local(),
             maintenance=store.context.maintenance,
             found=lambda _: None,

@@ -18,7 +18,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from sqlalchemy import event
 from sqlalchemy.engine import URL, Connection, make_url
@@ -43,11 +43,14 @@ from graphstash_server.db.sqlite import (
 from graphstash_server.errors import CorruptDatabaseError, NoSpaceError, ServerError
 from graphstash_server.shared_text import SharedText
 
-__all__ = ["Database", "Steps", "make_engine"]
+__all__ = ["LOCK_NOT_AVAILABLE", "Database", "Steps", "make_engine"]
 
 _LOGGER = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+LOCK_NOT_AVAILABLE: Final = "55P03"
+"""SQLSTATE of PostgreSQL: a lock was not granted within `lock_timeout`."""
 
 _SQLITE_READERS = 4
 _LANES = 2
@@ -281,7 +284,7 @@ class Database:
             raise
 
     def _failure(self, error: DBAPIError) -> ServerError:
-        if _sqlstate(error) == _LOCK_NOT_AVAILABLE:
+        if _sqlstate(error) == LOCK_NOT_AVAILABLE:
             _LOGGER.warning("a lock was not granted within %g s: %s", _LOCK_SECONDS, error.orig)
             return ServerError(
                 ErrorCode.UNAVAILABLE,
@@ -363,9 +366,6 @@ def _begin_nothing(connection: Any, _record: Any) -> None:
 
 def _begin_immediate(connection: Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE")
-
-
-_LOCK_NOT_AVAILABLE = "55P03"
 
 
 def _is_full(error: DBAPIError) -> bool:

@@ -19,7 +19,7 @@ from sqlalchemy.engine import Connection, make_url
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from graphstash_server.db.corruption import advice_for, corruption_in
-from graphstash_server.db.engine import make_engine
+from graphstash_server.db.engine import LOCK_NOT_AVAILABLE, make_engine
 from graphstash_server.db.tables import metadata
 from graphstash_server.errors import StartError
 from graphstash_server.file_locks import wait_for_lock
@@ -52,7 +52,6 @@ _READ_SECONDS = 20.0
 
 _ATTEMPTS = 5
 _DEADLOCK = "40P01"
-_LOCK_NOT_AVAILABLE = "55P03"
 
 
 def migrate(url: str, *, lock_path: Path) -> None:
@@ -174,7 +173,7 @@ def _upgrade(url: str) -> None:
             command.upgrade(alembic_config(url), "head")
         except DBAPIError as error:
             sqlstate = getattr(error.orig, "sqlstate", None)
-            if sqlstate == _LOCK_NOT_AVAILABLE:
+            if sqlstate == LOCK_NOT_AVAILABLE:
                 raise StartError(
                     "the migration of the database has waited too long for another transaction "
                     "(the warning above names it): end that transaction, or start again after it"

@@ -150,7 +150,6 @@ class ArtifactService:
 
     def __post_init__(self) -> None:
         self._recent = RecentRows(clock=self.clock)
-        self.accounting.when_written = self._recent.drop_used
         self._protected = self.accounting.counters.host.protected
         self._verifying: dict[Digest, asyncio.Task[bool | None]] = {}
         self._verifiers = asyncio.Semaphore(_MAX_VERIFIED)
@@ -352,6 +351,10 @@ class ArtifactService:
     def forget(self, key: StoredKey) -> None:
         """Make the next request for a changed artifact query the database."""
         self._recent.drop(key)
+
+    def forget_used(self, keys: Iterable[StoredKey]) -> None:
+        """Forget the cached rows of artifacts whose hits changed."""
+        self._recent.drop_used(keys)
 
     async def _read(self, key: StoredKey) -> Artifact | None:
         read_at = self.clock()

@@ -13,16 +13,17 @@ from graphstash_server.services.maintenance.schedule import Candidate, Maintenan
 __all__ = ["Chosen", "GarbageOptions", "GarbageTotals", "collect_garbage"]
 
 
-class GarbageOptions(NamedTuple):
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GarbageOptions:
     """What to collect in addition to artifacts over a limit or past their retention.
     `is_confirmed`: whether an operator has confirmed doubtful limits (`LimitDoubts`).
     """
 
     is_dry_run: bool
     is_confirmed: bool
-    unused_for: timedelta | None
-    toolchain: str | None
-    namespace: str | None
+    unused_for: timedelta | None = None
+    toolchain: str | None = None
+    namespace: str | None = None
     blobs_before: datetime
 
 
