@@ -111,35 +111,7 @@ class RunService:
                 nothing was ever stored in the namespace; 409 if the run belongs to another caller;
                 413 if the run has too many processes.
         """
-        now = self.clock()
-        if report.started_at - now > MAX_RUN_AHEAD:
-            raise ServerError(
-                ErrorCode.INVALID_REQUEST,
-                f"the run began at {report.started_at:%Y-%m-%dT%H:%M:%S%z}, and here it is "
-                f"{now:%Y-%m-%dT%H:%M:%S%z}: {MAX_RUN_AHEAD.days} day ahead is the limit, set the "
-                "clock of the job's host",
-                limit=MAX_RUN_AHEAD.days,
-            )
-        counts = _COUNTS.dump_json(report.counts, exclude_defaults=True).decode()
-        misses = _MISSES.dump_json(report.misses, exclude_defaults=True).decode()
-        row = ReportRow(
-            namespace=namespace,
-            run=run,
-            process=process,
-            job=report.job or "",
-            writer=writer,
-            reported_at=now,
-            size_bytes=_ROW_BYTES + len(counts.encode()) + len(misses.encode()),
-            program=report.program,
-            producer=report.producer,
-            started_at=report.started_at,
-            seconds=report.seconds,
-            saved_wall_seconds=report.saved_wall_seconds,
-            first_step_seconds=times.first_step_seconds,
-            last_program_seconds=times.last_program_seconds,
-            counts=counts,
-            misses=misses,
-        )
+        row = self._checked_row(namespace, run, process, report, times, writer=writer)
         if not await find_namespaces(self.database, [namespace]):
             raise ServerError(
                 ErrorCode.NOT_FOUND,
@@ -170,6 +142,47 @@ class RunService:
             if self._is_too_much(*await size_of(connection, namespace=namespace)):
                 held = await list_runs(connection, namespace=namespace)
                 await delete_runs(connection, self._surplus(held))
+
+    def _checked_row(
+        self,
+        namespace: Namespace,
+        run: RunName,
+        process: RunName,
+        report: RunReport,
+        times: RunTimes,
+        *,
+        writer: str,
+    ) -> ReportRow:
+        """Return the row of a report, unless its run begins too far in the future."""
+        now = self.clock()
+        if report.started_at - now > MAX_RUN_AHEAD:
+            raise ServerError(
+                ErrorCode.INVALID_REQUEST,
+                f"the run began at {report.started_at:%Y-%m-%dT%H:%M:%S%z}, and here it is "
+                f"{now:%Y-%m-%dT%H:%M:%S%z}: {MAX_RUN_AHEAD.days} day ahead is the limit, set the "
+                "clock of the job's host",
+                limit=MAX_RUN_AHEAD.days,
+            )
+        counts = _COUNTS.dump_json(report.counts, exclude_defaults=True).decode()
+        misses = _MISSES.dump_json(report.misses, exclude_defaults=True).decode()
+        return ReportRow(
+            namespace=namespace,
+            run=run,
+            process=process,
+            job=report.job or "",
+            writer=writer,
+            reported_at=now,
+            size_bytes=_ROW_BYTES + len(counts.encode()) + len(misses.encode()),
+            program=report.program,
+            producer=report.producer,
+            started_at=report.started_at,
+            seconds=report.seconds,
+            saved_wall_seconds=report.saved_wall_seconds,
+            first_step_seconds=times.first_step_seconds,
+            last_program_seconds=times.last_program_seconds,
+            counts=counts,
+            misses=misses,
+        )
 
     async def list_latest(
         self,
