@@ -2,7 +2,7 @@
 
 An entry consists of the compile time (seconds, 4 bytes, big-endian) and the serialized executable.
 JAX compresses the entry with zstd if it finds a zstd module, else with zlib. On Python 3.14, JAX
-uses zstd although its key names zlib (measured), so `unpack` detects the format from the bytes.
+uses zstd although its key names zlib (measured), so `decompress` detects the format from the bytes.
 
 An artifact holds the uncompressed entry, which a JAX with either compressor can use. The envelope
 compresses it better: a TPU executable of 51 MB takes 5.6 MB, and 10.6 MB in JAX's format.
@@ -28,7 +28,7 @@ from graphstash.hooks.jax.compiling import Program
 from graphstash.hooks.jax.fingerprint import request_of
 from graphstash.hooks.jax.ranks import ranks
 
-__all__ = ["Entries", "Keeper", "packer", "unpack"]
+__all__ = ["Entries", "Keeper", "compressor", "decompress"]
 
 
 _PGLE_SETTINGS: Final = ("jax_enable_pgle", "jax_compilation_cache_expect_pgle")
@@ -43,9 +43,11 @@ _ZSTD_LEVEL: Final = -50
 
 
 class Keeper(Protocol):
-    """Answers the calls that `Seam` receives from JAX. `pack` compresses an entry for this JAX."""
+    """Answers the calls that `Seam` receives from JAX. `compress` returns an entry for this JAX."""
 
-    def get(self, jax_key: str, program: Program, pack: Callable[[bytes], bytes]) -> bytes | None:
+    def get(
+        self, jax_key: str, program: Program, compress: Callable[[bytes], bytes]
+    ) -> bytes | None:
         """Return the entry. None: JAX compiles, and then calls `put` if this process may write."""
 
     def put(self, jax_key: str, program: Program, entry: bytes) -> None:
@@ -84,7 +86,9 @@ class Entries:
         if self._packs is not None:
             self._packs.flush()
 
-    def get(self, jax_key: str, program: Program, pack: Callable[[bytes], bytes]) -> bytes | None:
+    def get(
+        self, jax_key: str, program: Program, compress: Callable[[bytes], bytes]
+    ) -> bytes | None:
         """Return the verified entry, or None."""
         # A compile-only client cannot load an executable. After a miss, JAX compiles under the
         # lease of the first look-up, so a second look-up must not wait for that lease.
@@ -100,7 +104,7 @@ class Entries:
             payload = packs.get(key)
             if payload is not None:
                 program.given[jax_key] = key
-                return pack(payload)
+                return compress(payload)
             if not packs.is_alone(key):
                 packs.log_miss(request)
                 program.missed.add(jax_key)
@@ -113,7 +117,7 @@ class Entries:
             program.missed.add(jax_key)
             return None
         program.given[jax_key] = key
-        return pack(payload)
+        return compress(payload)
 
     def put(self, jax_key: str, program: Program, entry: bytes) -> None:
         """Publish an entry that JAX has compiled, in the background."""
@@ -121,7 +125,7 @@ class Entries:
             return
         request = _request_for(jax_key, program)
         key = request.key
-        raw = unpack(entry)
+        raw = decompress(entry)
         if program.given.pop(jax_key, None) is not None:
             self._exchange.reject(key, f"jax could not load {jax_key}")
             if program.is_small and self._packs is not None and not self._packs.is_alone(key):
@@ -181,7 +185,7 @@ def _may_lease(program: Program) -> bool:
     return program.is_watched and program.is_alone and not uses_pgle
 
 
-def unpack(entry: bytes) -> bytes:
+def decompress(entry: bytes) -> bytes:
     """Return the uncompressed entry: compile time and executable.
 
     Raises:
@@ -195,7 +199,7 @@ def unpack(entry: bytes) -> bytes:
         else:
             raise ValueError(f"an entry of jax begins with {entry[:4].hex() or 'nothing'}")
     except (zstandard.ZstdError, zlib.error) as error:
-        raise ValueError(f"an entry of jax cannot be unpacked: {error}") from error
+        raise ValueError(f"an entry of jax cannot be decompressed: {error}") from error
     if len(raw) <= _TIME_BYTES:
         raise ValueError(f"an entry of jax has {len(raw)} bytes and no executable")
     return raw
@@ -206,7 +210,7 @@ def _compiled_in_seconds(raw: bytes) -> float:
     return float(int.from_bytes(raw[:_TIME_BYTES], "big"))
 
 
-def packer() -> Callable[[bytes], bytes]:
+def compressor() -> Callable[[bytes], bytes]:
     """Return a function that compresses an entry in the format of this JAX.
 
     Raises:

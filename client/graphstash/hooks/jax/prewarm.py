@@ -26,7 +26,7 @@ from graphstash._user_code import load
 from graphstash.config import ClientConfig
 from graphstash.errors import ConfigError
 from graphstash.hooks.jax.compiling import Program
-from graphstash.hooks.jax.entries import unpack
+from graphstash.hooks.jax.entries import decompress
 from graphstash.hooks.jax.fingerprint import request_of
 from graphstash.hooks.jax.seam import Seam, SeamUnavailableError
 from graphstash_schema import ArtifactKey
@@ -131,7 +131,7 @@ class _Publisher:
             return
         seconds = monotonic() - self.started
         request = request_of(jax_key, program)
-        raw = unpack(entry)
+        raw = decompress(entry)
         metadata = request.metadata(compile_seconds=seconds, raw_size_bytes=len(raw))
         size = self.stash.put(request.key, raw, metadata)
         self._done = Prewarmed(

@@ -19,7 +19,7 @@ from jax._src import cache_key, compilation_cache
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
 from graphstash.hooks.jax.compiling import Compiling, Program
-from graphstash.hooks.jax.entries import Keeper, packer
+from graphstash.hooks.jax.entries import Keeper, compressor
 from graphstash.hooks.patching import Patches
 
 __all__ = ["Seam", "SeamUnavailableError"]
@@ -84,7 +84,7 @@ class Seam:
         self._is_open = True
         self._has_warned = False
         try:
-            self._pack = packer()
+            self._compress = compressor()
         except (AttributeError, ValueError) as error:
             raise SeamUnavailableError(f"its entries cannot be read: {error}") from error
         self._cache = _cache_object(self.get, self.put)
@@ -112,7 +112,7 @@ class Seam:
     def get(self, jax_key: str) -> bytes | None:
         """Return the entry for JAX, or None to make JAX compile. Never raises."""
         try:
-            return self._keeper.get(jax_key, self._compiling.present(), self._pack)
+            return self._keeper.get(jax_key, self._compiling.present(), self._compress)
         except Exception as error:  # noqa: BLE001 - a hook's outermost frame: JAX compiles
             self._keeper.record_fallback(error)
             return None
