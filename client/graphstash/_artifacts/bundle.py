@@ -213,7 +213,7 @@ class Bundle:
 
     def _expect_zeros(self, at: int, count: int, where: str) -> None:
         if self._read(at, count) != bytes(count):
-            raise BundleError(f"there is something {where} where nothing may be, or it is cut")
+            raise BundleError(f"unexpected bytes {where}, or the file is truncated")
 
     def _read(self, at: int, count: int) -> bytes:
         try:

@@ -143,7 +143,9 @@ class Explainer:
         if reason is not None:
             return Cause(_trouble(reason))
         if self._asked == _MAX_ASKED or monotonic() > self._until:
-            return Cause(f"not explained: at most {_MAX_ASKED} are, within {_MAX_SECONDS:g} s")
+            return Cause(
+                f"not explained: a run explains at most {_MAX_ASKED} misses in {_MAX_SECONDS:g} s"
+            )
         if self._failure is None:
             self._asked += 1
             try:

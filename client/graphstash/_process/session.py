@@ -1,8 +1,8 @@
 """Session: the state of the cache in one training process, from install to exit.
 
 The session imports the cache's packages on first use, because most processes compile nothing. There
-is one session per process, because hooks patch the process's only copy of each compiler. `_current`
-is the package's only mutable global.
+is one session per process, because hooks patch the process's only copy of each compiler:
+the global `_current`.
 """
 
 import atexit

@@ -63,8 +63,8 @@ class TrustedKey(_Record):
     def _check_public(cls, value: str) -> str:
         if not is_safe(base64.urlsafe_b64decode(value + "=")):
             raise ValueError(
-                "this is no Ed25519 public key, or one of small order, for which anybody can make "
-                "signatures"
+                "this is not an Ed25519 public key, or it has a small order, so that anyone can "
+                "forge its signatures"
             )
         return value
 

@@ -181,8 +181,8 @@ def _map(function: Callable[[Tensor], Tensor], value: Any, place: str) -> Any:
         return float(value)
     raise ConfigError(
         f"{place} is a {kind.__module__}.{kind.__qualname__}; a checkpoint holds tensors, numbers, "
-        "strings, lists, tuples and dictionaries, for it must not run code when it is loaded: "
-        "convert it in state_dict() and back in load_state_dict()"
+        "strings, lists, tuples and dictionaries, because loading it must not run code: convert "
+        "the value in state_dict() and back in load_state_dict()"
     )
 
 

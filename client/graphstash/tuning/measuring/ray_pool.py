@@ -175,7 +175,7 @@ class RayPool(Executor[_Worker]):
         if worker.deadline > monotonic():
             return
         if worker.job is not None:
-            self._lose(worker, "its machine says nothing any more")
+            self._lose(worker, "no answer from the worker's machine")
         elif all(each.job is None for each in self._workers):
             raise MeasuringError(
                 f"Ray has started no worker with {dict(self.options)} in {_READY_SECONDS:.0f} s: "
