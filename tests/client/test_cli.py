@@ -157,11 +157,10 @@ def test_run_imports_nothing_heavy_before_the_job():
         from graphstash import __main__
         def end(*_):
             heavy = {"typer", "rich", "pydantic", "httpx", "click", "argparse", "asyncio"}
-            print(sorted(heavy & sys.modules.keys()), len(sys.modules))
+            print(sorted(heavy & sys.modules.keys()), len(sys.modules), flush=True)
             os._exit(0)
         os.execve = end
         sys.argv = ["graphstash", "run", "--url", "http://cache:8077", "--", "true"]
-        sys.stdout.reconfigure(write_through=True)
         __main__.main()
     """
     heavy, modules = processes.python(program, check=True).stdout.rsplit(maxsplit=1)

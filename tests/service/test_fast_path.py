@@ -333,7 +333,9 @@ def large(api, file_of):
     """A blob larger than a socket's buffers, and its file."""
     blob = str(api.namespace).encode().ljust(16 * 1024**2)
     assert api.put(blob).status_code == 201
-    return blob, file_of(blob)
+    file = file_of(blob)
+    until(lambda: not is_open(file))  # the upload may close it after its response
+    return blob, file
 
 
 def is_open(file):
