@@ -180,3 +180,14 @@ def test_read_only_job_is_named_as_the_cause(run, explain):
     explanation = explain("a")
     assert "the job only reads (GRAPHSTASH_READ_ONLY)" in explanation
     assert "1 miss: new program" in explanation
+
+
+def test_cause_is_named_though_the_token_only_reads(run, explain):
+    with FakeServer() as server:
+        run("a", "step", url=server.url, parts={"flag": "on"})
+        server.fail_on("acquire", status=403)
+        run("b", "step", url=server.url, parts={"flag": "off"})
+        explanation = explain("b", url=server.url)
+    assert ": 0 hits, 1 miss\n" in explanation
+    assert "the token may not write to the namespace: the results stay on this host" in explanation
+    assert "1 miss: flag: off here, on there" in explanation

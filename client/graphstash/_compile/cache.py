@@ -208,7 +208,7 @@ class CompileCache:
         try:
             is_found = self._found(key, destination, since=monotonic()) is not None
             if not is_found and lease and not self.stash.server.is_read_only:
-                is_found, held = self._wait_or_start(key, destination)
+                is_found, held = self._wait_if_allowed(key, destination)
             if is_found:
                 return None
             if not request.is_optional:
@@ -569,6 +569,18 @@ class CompileCache:
             if held.is_over:
                 self._leases.discard(held)
         return lease
+
+    def _wait_if_allowed(
+        self, key: ArtifactKey, destination: Destination
+    ) -> tuple[bool, HeldLease | None]:
+        """Return what `_wait_or_start` does. If the token only reads, the look-up was a miss."""
+        try:
+            return self._wait_or_start(key, destination)
+        except RefusedError as error:
+            if error.reason is not Reason.FORBIDDEN:
+                raise
+            self.record_fallback(error)
+            return False, None
 
     def _wait_or_start(
         self, key: ArtifactKey, destination: Destination

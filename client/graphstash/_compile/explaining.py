@@ -53,7 +53,7 @@ _STATES: Final[Mapping[str, str]] = {
     Reason.BUSY: "the server was busy",
     Reason.CIRCUIT_OPEN: "the server did not answer earlier calls, so it was not asked",
     Reason.CONNECT: "the server was down or unreachable",
-    Reason.FORBIDDEN: "the token does not grant this",
+    Reason.FORBIDDEN: "the token does not grant this access to the namespace",
     Reason.NO_SERVER: "no server was configured",
     Reason.TIMEOUT: "the server did not answer in time",
     Reason.UNAUTHENTICATED: "the server did not accept the token",

@@ -486,6 +486,8 @@ class Session:
                     notes.append(f"the hook {spec.name} is off (GRAPHSTASH_HOOKS)")
         if self.config.read_only and self.config.url:
             notes.append("the job only reads (GRAPHSTASH_READ_ONLY): its results stay on this host")
+        elif self._cache is not None and not self._cache.stash.server.may_write:
+            notes.append("the token may not write to the namespace: the results stay on this host")
         return notes
 
     def _summarize(self, stats: Stats) -> None:
