@@ -9,6 +9,7 @@ import io
 import math
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.nn.functional import linear, mse_loss
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -813,7 +815,7 @@ def of_model(**refused: str) -> Callable[[type[nn.Module]], type[nn.Module]]:
 of_model()(TiedNet)
 
 
-@of_model(backward=r"reads second\.weight again")
+@of_model()
 class Detached(Net):
     def forward(self, x):
         return super().forward(linear(x.requires_grad_(), self.second.weight.detach()))
@@ -1376,6 +1378,174 @@ def size_estimated_with_fake_tensors(self, step):
     self.opt.zero_grad()
     with FakeTensorMode(allow_non_fake_inputs=True):
         self.net(torch.ones(2, WIDTH))
+
+
+class HalvesAdditions(TorchFunctionMode):
+    """Changes what an update does, if it sees the update."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.add_:
+            args[0].data.mul_(0.5)
+        return result
+
+
+class HalvesAddedTensors(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.add_.Tensor:
+            args[0].mul_(0.5)
+        return result
+
+
+class InMode(Loop):
+    """A mode is active in the forward, the backward or the step."""
+
+    optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9, foreach=False)
+    mode: Any
+    active_in: str
+
+    def mode_of(self, part):
+        return self.mode() if part == self.active_in else nullcontext()
+
+    def step(self, step):
+        self.opt.zero_grad()
+        with self.mode_of("forward"):
+            loss = self.loss(step)
+        with self.mode_of("backward"):
+            loss.backward()
+        with self.mode_of("step"):
+            self.opt.step()
+
+
+for _mode in (HalvesAdditions, HalvesAddedTensors):
+    for _part in ("forward", "backward", "step"):
+        _name = f"{_mode.__name__} in {_part}"
+        _loop = type(_name, (InMode,), {"mode": _mode, "active_in": _part})
+        _refusals = {"backward": "Mode is active in step"} if _part == "step" else {}
+        HAZARDS.append(Hazard(_name, _loop, _refusals))
+
+
+class InDouble(InMode):
+    """The default dtype decides the type of new state."""
+
+    optimizer = partial(torch.optim.AdamW, lr=0.05)
+
+    @contextmanager
+    def mode(self):
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    def loss(self, step):
+        x, y = self.batch(step)
+        x, y = x.float(), y.float()
+        return mse_loss(self.net.first(x) if step < 2 else self.net(x), y)
+
+
+for _part in ("forward", "backward", "step"):
+    _name = f"InDouble in {_part}"
+    _loop = type(_name, (InDouble,), {"active_in": _part})
+    _refusals = {} if _part == "forward" else {"backward": "setting of torch was changed between"}
+    HAZARDS.append(Hazard(_name, _loop, _refusals))
+
+
+@hazard()
+class DenormalsFlushedInForward(Loop):
+    """Momentum is too small for a normal number."""
+
+    optimizer = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+
+    def backward(self, step):
+        (self.loss(step) * 1e-38).backward()
+
+    def loss(self, step):
+        torch.set_flush_denormal(True)
+        try:
+            return super().loss(step)
+        finally:
+            torch.set_flush_denormal(False)
+
+
+# Hooks for the tensors that a graph saves.
+
+
+def in_bfloat16(tensor):
+    return tensor.detach().bfloat16().to(tensor.dtype)
+
+
+@loop_with("loss")
+def activations_saved_in_bfloat16(self, step):
+    with torch.autograd.graph.saved_tensors_hooks(in_bfloat16, lambda tensor: tensor):
+        return Loop.loss(self, step)
+
+
+@loop_with("loss")
+def saved_tensors_hooks_disabled(self, step):
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+        return Loop.loss(self, step)
+
+
+@loop_with("step")
+def weight_changed_between_forward_and_backward(self, step):
+    self.opt.zero_grad()
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        loss = self.loss(step)
+        with torch.no_grad():
+            self.net.second.weight.mul_(0.9)
+        loss.backward()
+    self.opt.step()
+
+
+# Classes of parameters.
+
+
+class OwnParameter(nn.Parameter):
+    pass
+
+
+class OwnTensor(torch.Tensor):
+    """Torch calls its __torch_function__."""
+
+
+def of_own_class(make: Callable[[torch.Tensor], Any]) -> Callable[[], Net]:
+    def model():
+        net = Net()
+        for layer in (net.first, net.second, net.third):
+            layer.weight, layer.bias = make(layer.weight.detach()), make(layer.bias.detach())
+        return net
+
+    return model
+
+
+for _kind, _make, _refused in (
+    ("OwnParameter", OwnParameter, "read or written between"),
+    ("OwnTensor", lambda values: nn.Parameter(values.as_subclass(OwnTensor)), ""),
+):
+    for _base in (MovingAverage, decay_by_data):
+        _name = f"{_base.__name__} of {_kind}"
+        _loop = type(_name, (_base,), {"model": staticmethod(of_own_class(_make))})
+        _refusals = {"backward": _refused} if _refused and _base is decay_by_data else {}
+        HAZARDS.append(Hazard(_name, _loop, _refusals))
+
+
+@loop_with("after_step", backward="compile the hooks", forward="compile the hooks")
+def scripted_later(self, step):
+    if step == 2:
+        torch.jit.script(self.net)
+
+
+@hazard(backward="swap_module_params_on_conversion", forward="swap_module_params_on_conversion")
+class SwappedInLoad(Loop):
+    def after_step(self, step):
+        if step == 2:
+            torch.__future__.set_swap_module_params_on_conversion(True)
+            try:
+                self.net.load_state_dict(self.net.state_dict())
+            finally:
+                torch.__future__.set_swap_module_params_on_conversion(False)
 
 
 # Models that write or read weights in their own way.

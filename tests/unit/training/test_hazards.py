@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from graphstash.training import FusionError
+from graphstash.training import FusionError, fuse
 from graphstash.training.fusion import partial_step
-from unit.training.hazards import HAZARDS, WIDTH, Loop, clip
+from unit.training.hazards import HAZARDS, WIDTH, Loop, Net, clip
 
 LOOPS = {hazard.name: hazard.loop for hazard in HAZARDS}
 
@@ -29,7 +29,7 @@ def test_a_fused_loop_is_exact_or_refused_with_the_cause(hazard, when, unit_byte
     [
         *("accumulated", "norm_clipped", "negated", "clipped_in_closure"),
         *("Scaled", "ScaledByTorch", "FusedOfTorchScaled", "ForeachOfTorchScaled"),
-        *("Detached", "ReentrantTied", "RereadInCheckpoint"),
+        *("ReentrantTied", "RereadInCheckpoint"),
     ],
 )
 def test_unsupported_backward_fusion_is_refused_before_any_change(name):
@@ -49,6 +49,21 @@ def test_a_write_that_torch_does_not_announce_is_refused():
 
     with pytest.raises(FusionError, match=r"second\.weight was written after step\(\)"):
         loop.net(torch.ones(1, WIDTH))
+
+
+@pytest.mark.parametrize("when", ["backward", "forward"])
+@pytest.mark.parametrize(
+    ("model", "cause"),
+    [
+        (lambda: torch.nn.Sequential(torch.nn.LazyLinear(2)), "0.weight is of a lazy module"),
+        (lambda: torch.jit.script(Net()), "ScriptModule .* runs without hooks"),
+    ],
+    ids=["lazy", "scripted"],
+)
+def test_a_model_without_values_or_hooks_is_refused(model, cause, when):
+    made = model()
+    with pytest.raises(FusionError, match=cause):
+        fuse(made, torch.optim.AdamW(made.parameters()), when)
 
 
 # Loops whose first step does not reveal that backward is too early. `step` updates the biases.

@@ -22,15 +22,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from graphstash.training.fusion.ambient import Ambient, ambient
 from graphstash.training.fusion.base import Fusion, ModuleHook
 from graphstash.training.fusion.buckets import Buckets
-from graphstash.training.fusion.parameters import FusionError, Memory, named
+from graphstash.training.fusion.parameters import FusionError, named
 from graphstash.training.fusion.partial_step import Options, in_units, options_of, small_of
 from graphstash.training.fusion.uses import (
     StandIn,
-    Tripwire,
     WaitingState,
-    is_in_dispatch_mode,
+    is_in_mode,
     is_named,
     stand_in_for,
 )
@@ -87,9 +87,9 @@ class BackwardFusion(Fusion):
         """Graph task ids of backwards that have updated parameters and still run or have failed."""
         self._options: Options | None = None
         """The optimizer's options in the updates since the last step."""
+        self._ambient: Ambient | None = None
         self._watched: _Watched | None = _Watched()
         self._gradient_hooks: list[Any] = []
-        self._tripwire = Tripwire(self._before_use)
         self._armed: list[Tensor] = []
         self._stand_ins: dict[Tensor, StandIn] = {}
         """By parameter: the stand-in that replaces its freed gradient."""
@@ -108,8 +108,9 @@ class BackwardFusion(Fusion):
         self._updating = threading.Lock()
         """Serializes updates, because the buckets' updates run in other threads."""
         without = "train without fusion"
-        by_fsdp = any(map(is_fully_sharded, model.modules()))
-        self._remedy = without if by_fsdp else f'use when="forward", or {without}'
+        self._remedy = f'use when="forward", or {without}'
+        if any(map(is_fully_sharded, model.modules())):
+            self._remedy = without
         super().__init__(model, optimizer)
 
     def flush(self) -> None:
@@ -213,6 +214,18 @@ class BackwardFusion(Fusion):
                 "the optimizer's options (lr, ...) were changed between backward() and step(), but "
                 'parameters are updated in backward(); change them before, or use when="forward"'
             )
+        elif self._updated and is_in_mode():
+            raise FusionError(
+                "a TorchDispatchMode or TorchFunctionMode is active in step(), but parameters were "
+                f"updated in backward(); activate it in both, or {self._remedy}"
+            )
+        elif self._options is not None and self._ambient != (now := ambient()):
+            raise FusionError(
+                "a setting of torch was changed between backward() and step() (default dtype, "
+                "matmul precision, number of threads, flushing of denormals, default device: "
+                f"{self._ambient} before, {now} now), but parameters are updated in backward(); "
+                f"change it before, or {self._remedy}"
+            )
         fused = self._unit_of.keys() | self._reduced
         if any(each.grad is not None for each in fused - self._updated):
             self.partial_step.state_has_changed()
@@ -314,9 +327,9 @@ class BackwardFusion(Fusion):
 
     def _update(self, unit: _Unit, options: Options) -> None:
         if not self._is_stepping and (
-            is_in_dispatch_mode()
+            is_in_mode()
             or any(
-                self.is_held(each) or (not is_sharded(each) and is_named(each))
+                self.is_held(each) or (not self.by_fsdp and is_named(each))
                 for each in unit.parameters
             )
         ):
@@ -374,8 +387,6 @@ class BackwardFusion(Fusion):
             self._stand_in(parameter)
 
     def _stand_in(self, parameter: Tensor) -> None:
-        if is_sharded(parameter):
-            return
         stand_in = self._stand_ins.get(parameter)
         if stand_in is None or stand_in.dtype != parameter.dtype:
             refuse = _refusal(weakref.ref(self), weakref.ref(parameter))
@@ -393,7 +404,7 @@ class BackwardFusion(Fusion):
         if parameter not in self._updated:
             if operation == "_to_copy":
                 return  # `module.to()` after step()
-            self.refuse_old_gradient(parameter)
+            self.refuse_old_gradient(parameter, operation)
         if torch._C._current_graph_task_id() != -1 and operation in {"add", "add_"}:
             self._refuse_second(parameter)  # autograd adds a second gradient
         raise FusionError(
@@ -406,16 +417,20 @@ class BackwardFusion(Fusion):
         if self._is_stepping:
             return
         state = self.state_of(parameter) if self._watched is None else []
-        self._armed += filter(self._tripwire.arm, [parameter, *state])
+        for tensor in (parameter, *state):
+            self.tripwire.arm(tensor)
+            self._armed.append(tensor)
 
     def _disarm(self) -> None:
         for parameter in self._armed:
-            self._tripwire.disarm(parameter)
+            self.tripwire.disarm(parameter)
         self._armed.clear()
 
-    def _before_use(self, parameter: Tensor) -> None:
+    def before_use(self, tensor: Tensor) -> None:
+        """Refuse the use. In the first step, record it."""
+        parameter = tensor
         if self._watched is not None:
-            self._tripwire.disarm(parameter)
+            self.tripwire.disarm(parameter)
             self._watched.used[parameter] = None
             return
         if parameter not in self.names and parameter not in self._updated:
@@ -428,7 +443,7 @@ class BackwardFusion(Fusion):
 
     def _begin_update(self) -> Options:
         if self._options is None:
-            self._options = options_of(self.optimizer)
+            self._options, self._ambient = options_of(self.optimizer), ambient()
         task = torch._C._current_graph_task_id()
         if task not in self._backwards:
             self._backwards.add(task)
@@ -458,9 +473,7 @@ class BackwardFusion(Fusion):
         if self._watched is not None:
             return None
         options, token, parameters = self._begin_update(), self._step_token, bucket.parameters()
-        is_left = (
-            is_in_dispatch_mode()
-        )  # by this rank; an updater also changes what all ranks reduce
+        is_left = is_in_mode()  # by this rank; an updater also changes what all ranks reduce
 
         def update(gradients: Sequence[Tensor | None]) -> None:
             pairs = zip(parameters, gradients, strict=True)
@@ -553,7 +566,7 @@ class BackwardFusion(Fusion):
         if watched.read_late:
             raise FusionError(
                 f"backward() reads {named(watched.read_late, self.names)} again after its gradient "
-                "is whole (a use that is detached, or by .data), and would read the updated one; "
+                "is whole (in a checkpoint), and would read the updated one; "
                 f"{self._remedy}"
             )
         if watched.used:
@@ -608,12 +621,11 @@ class BackwardFusion(Fusion):
 
 
 class _Watch:
-    """Calls `note_read` of a fusion when backward reads memory of parameters."""
+    """Calls `note_read` of a fusion when a checkpoint computes a module again in backward."""
 
     def __init__(self, fusion: BackwardFusion) -> None:
         self._fusion = fusion
-        self._memory = Memory(fusion.parameters)
-        self._open: list[Any] = []
+        self._depth = 0
         self.outermost = weakref.WeakSet([fusion.model])
         """The model, and all modules that were not called by another module."""
         self._handles = []
@@ -629,36 +641,16 @@ class _Watch:
             handle.remove()
 
     def _begin(self, module: nn.Module) -> None:
-        if torch._C._current_graph_task_id() != -1:  # a checkpoint recomputes
+        if torch._C._current_graph_task_id() != -1:
             self._fusion.note_read(list(module.parameters(recurse=False)))
             return
-        context = None
-        is_outermost = not self._open
-        if is_outermost:
+        if not self._depth:
             self.outermost.add(module)
-        if is_outermost and torch._C._functorch.maybe_current_level() is None:
-            context = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-            context.__enter__()
-        self._open.append(context)
+        self._depth += 1
 
     def _end(self, _: nn.Module) -> None:
-        if torch._C._current_graph_task_id() != -1:
-            return
-        if self._open and (context := self._open.pop()) is not None:
-            context.__exit__()
-
-    def _pack(self, tensor: Tensor) -> tuple[Tensor, Sequence[Tensor]]:
-        with torch.no_grad():
-            here = local(tensor)
-        if here.layout is not torch.strided or type(here) not in (Tensor, nn.Parameter):
-            return tensor, ()
-        return tensor, self._memory.shared_with(here)
-
-    def _unpack(self, packed: tuple[Tensor, Sequence[Tensor]]) -> Tensor:
-        tensor, parameters = packed
-        if parameters:
-            self._fusion.note_read(parameters)
-        return tensor
+        if torch._C._current_graph_task_id() == -1:
+            self._depth = max(self._depth - 1, 0)
 
 
 def _refusal(

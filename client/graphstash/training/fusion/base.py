@@ -13,15 +13,16 @@ from typing import Any, Final, NoReturn, Self
 import torch
 from torch import Tensor, nn, optim
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from graphstash.training.fusion.guards import Guards
 from graphstash.training.fusion.parameters import FusionError, Memory, named
 from graphstash.training.fusion.partial_step import PartialStep, undecorated
-from graphstash.training.fusion.uses import WaitingState, is_held
+from graphstash.training.fusion.uses import Tripwire, WaitingState, is_held, is_shard_held
 from graphstash.training.optimizers.base import SyncFreeOptimizer
-from graphstash.training.sharding import is_flat_parallel, is_sharded, local
+from graphstash.training.sharding import is_flat_parallel, is_fully_sharded, is_sharded, local
 
 __all__ = ["Fusion", "ModuleHook", "require_unfused"]
 
@@ -58,10 +59,22 @@ class ModuleHook:
         """Call the function with the module. Ignore torch's other arguments."""
         self._function(module)
 
+    @property
+    def __name__(self) -> str:
+        """Refuse torch.jit.script, which compiles hooks."""
+        raise _HookWithoutNameError(
+            "torch.jit.script cannot compile the hooks of a fused module; call close() of the "
+            "fusion before, and fuse() again after it"
+        )
+
     def __reduce__(self) -> tuple[type["_NoHook"], tuple[()]]:
         if self._before_copy is not None:
             self._before_copy()
         return _NoHook, ()
+
+
+class _HookWithoutNameError(FusionError, AttributeError):
+    """torch.jit.script reads the name of each hook. Other code may ask whether there is one."""
 
 
 class _NoHook:
@@ -87,6 +100,8 @@ class Fusion(ABC):
         self.parameters = list(_parameters_of(optimizer))
         self._sizes_of_groups = _sizes_of_groups(optimizer)
         self.partial_step = PartialStep(optimizer)
+        self.tripwire = Tripwire(self.before_use)
+        self.by_fsdp = any(map(is_fully_sharded, model.modules()))
         self._handles: list[Any] = []
         self.last_gradients: dict[Tensor, TensorWeakRef] = {}
         """Weak references to the gradients of the first step, until the second step."""
@@ -148,6 +163,10 @@ class Fusion(ABC):
     def after_step(self) -> None:
         """Finish after the optimizer's own step."""
 
+    @abstractmethod
+    def before_use(self, tensor: Tensor) -> None:
+        """Run before other code uses an armed tensor. Disarm the tensor, or raise FusionError."""
+
     def keep(self, handle: Any) -> None:
         """Let `close` remove a hook."""
         self._handles.append(handle)
@@ -163,11 +182,14 @@ class Fusion(ABC):
         last = self.last_gradients.pop(parameter, None)
         return last is not None and parameter.grad is not None and last() is parameter.grad
 
-    def refuse_old_gradient(self, parameter: Tensor) -> NoReturn:
-        """Raise FusionError: the parameter still has the gradient of the last step."""
+    def refuse_old_gradient(self, parameter: Tensor, operation: str = "") -> NoReturn:
+        """Raise FusionError: the parameter still has the gradient of the last step.
+        `operation` uses the gradient, as copies of the parameter and FakeTensorMode do.
+        """
+        what = f"has freed it, but {operation} uses it" if operation else "would free it"
         raise FusionError(
             f"the gradient of {named([parameter], self.names)} is still that of the last step, "
-            "and fusion would free it; call zero_grad() in each step, without set_to_none=False"
+            f"and fusion {what}; call zero_grad() in each step, without set_to_none=False"
         )
 
     def state(self) -> Any:
@@ -181,12 +203,18 @@ class Fusion(ABC):
         return [value for value in values if isinstance(value, Tensor)]
 
     def is_held(self, parameter: Tensor, references: int | None = 1) -> bool:
-        """Return whether other objects share the memory of an unsharded parameter or its state.
-        `references` is as in `uses.is_held`.
+        """Return whether other objects share the memory of a parameter or its state, or could use
+        them unnoticed. `references` is as in `uses.is_held`.
         """
-        return not is_sharded(parameter) and (
-            is_held(parameter, references) or any(map(is_held, self.state_of(parameter)))
-        )
+        state = self.state_of(parameter)
+        if not all(map(self.tripwire.can_arm, (parameter, *state))):
+            return True
+        if is_sharded(parameter):
+            return is_shard_held(parameter, by_fsdp=self.by_fsdp) or any(
+                is_shard_held(each, by_fsdp=False) if is_sharded(each) else is_held(each)
+                for each in state
+            )
+        return is_held(parameter, references) or any(map(is_held, state))
 
     def before_new_state(self, parameters: Iterable[Tensor]) -> None:
         """Remember which parameters have state, if an update of these may create more."""
@@ -235,7 +263,7 @@ class Fusion(ABC):
         for module in self.model.modules():
             save = ModuleHook(lambda _: self._before_save(), self._before_copy)
             self.keep(module.register_state_dict_pre_hook(save))
-            load = ModuleHook(lambda _: self._before_load())
+            load = ModuleHook(lambda _: self._before_load_of_module())
             self.keep(module.register_load_state_dict_pre_hook(load))
 
         fused = {each: self.names.get(each, "a parameter") for each in self.parameters}
@@ -256,6 +284,10 @@ class Fusion(ABC):
     def _before_save(self) -> None:
         """Make waiting updates, so that the saved values are the same as without fusion."""
         self.flush()
+
+    def _before_load_of_module(self) -> None:
+        _refuse_swaps()
+        self._before_load()
 
     def _before_copy(self) -> None:
         """Run at the start of a copy or pickle, which may already contain parameters."""
@@ -323,6 +355,11 @@ def _refuse_general(model: nn.Module, optimizer: Optimizer) -> None:
                 "DistributedDataParallel(mixed_precision=) trains copies of the parameters; use "
                 "torch.autocast instead, or train without fusion"
             )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise FusionError(
+                "a ScriptModule (torch.jit.script, torch.jit.trace) runs without hooks; use "
+                "torch.compile, or train without fusion"
+            )
         if not is_flat_parallel(module):
             continue
         raise FusionError(
@@ -344,13 +381,24 @@ def _overridden(kind: type[SyncFreeOptimizer]) -> list[str]:
     ]
 
 
+def _refuse_swaps() -> None:
+    if torch.__future__.get_swap_module_params_on_conversion():
+        raise FusionError(
+            "torch.__future__.set_swap_module_params_on_conversion(True) gives parameters other "
+            "tensors in load_state_dict() and conversions, and torch refuses that for fused ones; "
+            "call close() of the fusion before, or train without fusion"
+        )
+
+
 def _refuse_parameters(
     optimizer: Optimizer, names: dict[Tensor, str], parameters: list[Tensor]
 ) -> None:
+    _refuse_swaps()
     for parameter in parameters:
-        if parameter.is_meta:
+        if is_lazy(parameter) or parameter.is_meta:
+            where = "of a lazy module" if is_lazy(parameter) else "on meta"
             raise FusionError(
-                f"{named([parameter], names)} is on meta and has no values yet: call fuse() when "
+                f"{named([parameter], names)} is {where} and has no values yet: call fuse() when "
                 "the model has them, with an optimizer of the parameters that it has then"
             )
         if parameter.device.type not in {"cpu", "cuda"}:

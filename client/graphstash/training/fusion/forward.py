@@ -11,7 +11,6 @@ import sys
 import weakref
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
-from contextlib import nullcontext
 from operator import is_not
 from typing import Any, Final
 
@@ -19,18 +18,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.weak import TensorWeakRef
 
+from graphstash.training.fusion.ambient import ambient, restored
 from graphstash.training.fusion.base import Fusion, ModuleHook
-from graphstash.training.fusion.parameters import FusionError, Memory, named
+from graphstash.training.fusion.parameters import FusionError, Memory, has_memory, named
 from graphstash.training.fusion.partial_step import Options, in_units, options_of, small_of
 from graphstash.training.fusion.uses import (
-    Tripwire,
     WaitingState,
     is_held,
-    is_in_dispatch_mode,
+    is_in_mode,
+    is_shard_held,
     references_of_ddp,
 )
 from graphstash.training.sharding import is_fully_sharded, is_sharded, local
@@ -56,7 +56,6 @@ class ForwardFusion(Fusion):
         self._hooks: dict[nn.Module, list[Any]] = {}
         self._waiting: dict[Tensor, Tensor] = {}
         """By parameter: the gradient that the last step has not applied."""
-        self._tripwire = Tripwire(self._before_use)
         self._armed: dict[Tensor, list[Tensor]] = {}
         """By armed parameter or gradient: the unit to update before it is used."""
         self._versions: dict[Tensor, int] = {}
@@ -66,6 +65,8 @@ class ForwardFusion(Fusion):
         self._state: WaitingState | None = None
         """Replaces the optimizer's state while updates wait."""
         self._options: Options = ()
+        self._ambient = ambient()
+        """The settings of torch at the last step."""
         self._found_inf: Tensor | None = None
         self._grad_scale: Tensor | None = None
         self._has_new_gradients = False
@@ -147,15 +148,15 @@ class ForwardFusion(Fusion):
             self.remember_gradients()
             self._watch_new_gradients()
             return
-        self._options = options_of(self.optimizer)
+        self._options, self._ambient = options_of(self.optimizer), ambient()
         # The loss scaler changes these tensors in place.
         self._found_inf = _copy(options.get("found_inf"))
         self._grad_scale = _copy(options.get("grad_scale"))
         self._take_gradients()
 
     def _take_gradients(self) -> None:
-        if is_in_dispatch_mode():
-            return  # a TorchDispatchMode must see the updates, and may be gone in the next forward
+        if is_in_mode():
+            return  # the mode must see the updates, and may be gone in the next forward
         of_ddp = references_of_ddp(self._reduced)
         self.before_new_state(self.parameters)
         for unit in self._all_units:
@@ -172,8 +173,14 @@ class ForwardFusion(Fusion):
         """
         if self.is_held(parameter, references):
             return True
-        gradient = None if is_sharded(parameter) else parameter.grad
-        return gradient is not None and is_held(gradient, _REFERENCES_TO_GRADIENT)
+        gradient = parameter.grad
+        if gradient is None:
+            return False
+        if not self.tripwire.can_arm(gradient):
+            return True
+        if is_sharded(gradient):
+            return is_shard_held(gradient, by_fsdp=False)
+        return is_held(gradient, _REFERENCES_TO_GRADIENT)
 
     def _watch_new_gradients(self) -> None:
         of = weakref.ref(self)
@@ -221,19 +228,20 @@ class ForwardFusion(Fusion):
         for tensor in (parameter, gradient):
             self._versions[tensor] = tensor._version
         for tensor in (parameter, gradient, *self._states[parameter]):
-            if self._tripwire.arm(tensor):
-                self._armed[tensor] = unit
+            self.tripwire.arm(tensor)
+            self._armed[tensor] = unit
 
     def _disarm(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
-            self._tripwire.disarm(tensor)
+            self.tripwire.disarm(tensor)
             self._armed.pop(tensor, None)
 
-    def _before_use(self, tensor: Tensor) -> None:
+    def before_use(self, tensor: Tensor) -> None:
+        """Make the update that the tensor waits for."""
         self._require_eager()
         if (unit := self._armed.get(tensor)) is not None:
             self._update([unit])
-        self._tripwire.disarm(tensor)
+        self.tripwire.disarm(tensor)
 
     def _before_forward(self, module: nn.Module) -> None:
         if torch.compiler.is_compiling():  # compiled after fuse(), as Trainer and Accelerate do
@@ -345,7 +353,7 @@ class ForwardFusion(Fusion):
             self.optimizer.state = self._state.state
         try:
             self._require_same_state(states)
-            with _disable_current_modes() if is_in_dispatch_mode() else nullcontext():
+            with restored(self._ambient):
                 self.partial_step(
                     unit, self._options, found_inf=self._found_inf, grad_scale=self._grad_scale
                 )
@@ -393,9 +401,9 @@ class ForwardFusion(Fusion):
         if taken:
             raise FusionError(
                 f"the memory of {named(taken, self.names)} was taken after step() by code that "
-                "torch does not announce (to_dlpack, torch.jit), when its update had not been "
-                "made: call flush() of the fusion before, and load the last checkpoint into a new "
-                "model and optimizer"
+                "torch does not announce (to_dlpack, torch.jit, an autograd.Function), when its "
+                "update had not been made: call flush() of the fusion before, and load the last "
+                "checkpoint into a new model and optimizer"
             )
         if changed:
             raise FusionError(
@@ -420,8 +428,8 @@ class _Readers(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for leaf in tree_leaves((args, kwargs)):
-            if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
-                for parameter in self._memory.shared_with(local(leaf)):
+            if isinstance(leaf, Tensor) and has_memory(here := local(leaf)):
+                for parameter in self._memory.shared_with(here):
                     self.of.setdefault(parameter, self._running[-1])
         return func(*args, **(kwargs or {}))
 

@@ -3,12 +3,13 @@
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+import torch
 from torch import Tensor
 
 from graphstash.training.memory import extent_of
 from graphstash.training.sharding import local
 
-__all__ = ["FusionError", "Memory", "named"]
+__all__ = ["FusionError", "Memory", "has_memory", "named"]
 
 _SHOWN: Final = 3
 
@@ -22,6 +23,12 @@ def named(parameters: Iterable[Tensor], names: dict[Tensor, str]) -> str:
     found = [names.get(parameter, "a parameter outside of the model") for parameter in parameters]
     more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
     return ", ".join(found[:_SHOWN]) + more
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Return whether a tensor has strided memory of its own, and is no wrapper of other tensors."""
+    is_wrapper = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return tensor.layout is torch.strided and not tensor.is_nested and not is_wrapper
 
 
 class Memory:

@@ -17,7 +17,7 @@ import copy
 import sys
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import islice
 from typing import Any, Final, NoReturn
@@ -25,15 +25,20 @@ from typing import Any, Final, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_leaves
+
+from graphstash.training.sharding import is_sharded
 
 __all__ = [
     "StandIn",
     "Tripwire",
     "WaitingState",
     "is_held",
-    "is_in_dispatch_mode",
+    "is_in_mode",
     "is_named",
+    "is_shard_held",
     "references_of_ddp",
     "stand_in_for",
 ]
@@ -45,7 +50,7 @@ _PROPERTIES: Final = (
 )
 """Properties of a tensor; torch 2.15 has no `names`."""
 _GRAD: Final[Any] = Tensor.grad
-_HARMLESS: Final = frozenset(
+_PASSIVE: Final = frozenset(
     (
         *(getattr(Tensor, name).__get__ for name in _PROPERTIES if hasattr(Tensor, name)),
         *(_GRAD.__set__, _GRAD.__delete__),
@@ -54,11 +59,16 @@ _HARMLESS: Final = frozenset(
         *(Tensor.is_contiguous, Tensor.is_complex, Tensor.is_signed, Tensor.storage_offset),
         *(Tensor.get_device, Tensor.__len__, Tensor.is_inference, Tensor._is_view),
         *(Tensor.register_hook, Tensor.register_post_accumulate_grad_hook),
+    )
+)
+"""Operations of torch that neither read nor write a tensor's values."""
+_HARMLESS: Final = _PASSIVE | frozenset(
+    (
         *(torch.empty_like, torch.full_like, torch.ones_like, torch.zeros_like),
         *(torch.rand_like, torch.randn_like, Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones),
     )
 )
-"""Operations of torch that neither read nor write a tensor's values."""
+"""The passive operations, and those that make a new tensor."""
 
 
 class Tripwire:
@@ -69,17 +79,24 @@ class Tripwire:
     """
 
     def __init__(self, on_use: Callable[[Tensor], None]) -> None:
-        method = weakref.WeakMethod(on_use)
-        self._armed: Mapping[type, type] = {
-            kind: _armed(kind, method) for kind in (Tensor, nn.Parameter)
-        }
-        self._bases = {armed: kind for kind, armed in self._armed.items()}
+        self._on_use = weakref.WeakMethod(on_use)
+        self._armed: dict[type, type | None] = {}
+        """By class: its armed subclass, or None if its tensors cannot be armed."""
+        self._bases: dict[type, type] = {}
 
-    def arm(self, tensor: Tensor) -> bool:
-        """Arm a plain tensor or parameter, and return whether it is armed; subclasses are not."""
-        if (armed := self._armed.get(type(tensor))) is not None:
+    def arm(self, tensor: Tensor) -> None:
+        """Arm a tensor, if `can_arm` returns True for it."""
+        if self.can_arm(tensor) and (armed := self._armed.get(type(tensor))) is not None:
             tensor.__class__ = armed
-        return type(tensor) in self._bases
+
+    def can_arm(self, tensor: Tensor) -> bool:
+        """Return whether the tensor is armed or can be armed."""
+        kind = type(tensor)
+        if kind not in self._armed and kind not in self._bases:
+            self._armed[kind] = armed = _armed(tensor, self._on_use)
+            if armed is not None:
+                self._bases[armed] = kind
+        return kind in self._bases or self._armed[kind] is not None
 
     def disarm(self, tensor: Tensor) -> None:
         """Restore the tensor's own class."""
@@ -95,6 +112,10 @@ def _uses_of_storage(tensor: Tensor) -> tuple[int, int]:
 
 _UNHELD: Final = _uses_of_storage(torch.zeros(1, device="cpu"))
 """Uses of a new tensor's storage. Since 2.11, torch keeps the storage's Python object."""
+
+
+_REFERENCES_TO_SHARD: Final = 2
+"""References to a shard's Python object: one of its DTensor, and one of `sys.getrefcount`."""
 
 
 def is_held(tensor: Tensor, references: int | None = 1) -> bool:
@@ -118,9 +139,22 @@ def is_held(tensor: Tensor, references: int | None = 1) -> bool:
     return references is not None and _references_to(tensor) > references
 
 
-def is_in_dispatch_mode() -> bool:
-    """Return whether a TorchDispatchMode is active in this thread. It may end before `step()`."""
-    return bool(torch._C._len_torch_dispatch_stack())
+def is_shard_held(tensor: Any, *, by_fsdp: bool) -> bool:
+    """Return whether other code has a DTensor's shard, or shares its memory as FSDP itself does."""
+    return (
+        sys.getrefcount(tensor._local_tensor) > _REFERENCES_TO_SHARD
+        or _uses_of_storage(tensor._local_tensor)[0] > _UNHELD[0] + by_fsdp
+    )
+
+
+def is_in_mode() -> bool:
+    """Return whether a TorchDispatchMode or TorchFunctionMode is active in this thread. It must see
+    the same updates as without fusion. `torch.device` only chooses where new tensors are.
+    """
+    return bool(torch._C._len_torch_dispatch_stack()) or (
+        bool(torch._C._len_torch_function_stack())
+        and any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
+    )
 
 
 def _references_to(tensor: Tensor) -> int:
@@ -169,7 +203,32 @@ def _unnamed() -> int:
     return counts[0]
 
 
-def _armed(kind: type[Tensor], on_use: "weakref.WeakMethod[Callable[[Tensor], None]]") -> type:
+def _armed(
+    of: Tensor, on_use: "weakref.WeakMethod[Callable[[Tensor], None]]"
+) -> type[Tensor] | None:
+    """Return the armed subclass of a tensor's class, or None if the class cannot have one."""
+    kind = type(of)
+    is_shard = is_sharded(of)
+    if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not is_shard:
+        return None  # the methods of a wrapper may read its parts without an operation of torch
+    armed = _armed_subclass(kind, on_use, is_shard=is_shard)
+    try:
+        of.__class__ = armed
+        of.__class__ = kind
+    except TypeError:  # the class has another layout
+        return None
+    return armed
+
+
+def _armed_subclass(
+    kind: type[Tensor],
+    on_use: "weakref.WeakMethod[Callable[[Tensor], None]]",
+    *,
+    is_shard: bool,
+) -> type[Tensor]:
+    # A subclass may create new tensors in its own way.
+    harmless = _HARMLESS if kind in {Tensor, nn.Parameter} else _PASSIVE
+
     def trip(tensor: Tensor) -> None:
         if (call := on_use()) is None:  # the owner of `on_use` no longer exists
             tensor.__class__ = kind
@@ -185,7 +244,7 @@ def _armed(kind: type[Tensor], on_use: "weakref.WeakMethod[Callable[[Tensor], No
         ) -> Any:
             del types
             kwargs = kwargs or {}
-            if func in _HARMLESS:
+            if func in harmless:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             for leaf in tree_leaves((args, kwargs)):
@@ -199,7 +258,23 @@ def _armed(kind: type[Tensor], on_use: "weakref.WeakMethod[Callable[[Tensor], No
 
     Armed.__name__, Armed.__qualname__ = kind.__name__, kind.__qualname__
     Armed.__module__ = kind.__module__
+    if is_shard:
+        Armed._local_tensor = _tripping("_local_tensor", trip)
     return Armed
+
+
+def _tripping(name: str, trip: Callable[[Tensor], None]) -> property:
+    """Return a property that calls `trip`, and then is the attribute of this name."""
+
+    def get(tensor: Tensor) -> Any:
+        trip(tensor)
+        return getattr(tensor, name)
+
+    def set_to(tensor: Tensor, value: Any) -> None:
+        trip(tensor)
+        setattr(tensor, name, value)
+
+    return property(get, set_to)
 
 
 _CONVERT: Final = torch.ops.aten._to_copy.default
@@ -210,6 +285,8 @@ class StandIn(Tensor):
     """A tensor without values; `stand_in_for` creates it."""
 
     refuse: Callable[[str], None]
+    kind: type[Tensor]
+    """Class that `isinstance` finds: FSDP asserts that a gradient is a DTensor."""
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # torch
 
     @classmethod
@@ -237,6 +314,23 @@ class StandIn(Tensor):
         raise RuntimeError(f"{name} uses a gradient that optimizer fusion has freed")
 
     # Torch's own methods would return null pointers here.
+
+    @property  # type: ignore[misc] # torch reads it, none writes it
+    def __class__(self) -> type[Tensor]:  # type: ignore[override]
+        """Return the class of the parameter's gradient."""
+        return self.kind
+
+    @property
+    def _local_tensor(self) -> NoReturn:
+        self._has_no_memory("_local_tensor")
+
+    def to_local(self, **_: Any) -> NoReturn:
+        """Refuse: a stand-in has no shard."""
+        self._has_no_memory("to_local")
+
+    def full_tensor(self, **_: Any) -> NoReturn:
+        """Refuse: a stand-in has no shard."""
+        self._has_no_memory("full_tensor")
 
     def untyped_storage(self) -> NoReturn:
         """Refuse: a stand-in has no memory."""
@@ -268,6 +362,7 @@ def stand_in_for(parameter: Tensor, refuse: Callable[[str], None]) -> StandIn:
         device=parameter.device,
     )
     stand_in.refuse = refuse
+    stand_in.kind = type(parameter) if is_sharded(parameter) else StandIn
     return stand_in
 
 
