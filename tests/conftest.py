@@ -45,6 +45,9 @@ _seconds_of_groups: Counter[str] = Counter()
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
+# A user's output is buffered. CI's is not, and a test once passed only there.
+os.environ.pop("PYTHONUNBUFFERED", None)
+
 # Otherwise torch starts one compile process per core, even if the test compiles nothing.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
