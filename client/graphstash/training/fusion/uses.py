@@ -316,7 +316,7 @@ class StandIn(Tensor):
     # Torch's own methods would return null pointers here.
 
     @property  # type: ignore[misc] # torch reads it, none writes it
-    def __class__(self) -> type[Tensor]:  # type: ignore[override]
+    def __class__(self) -> type[Tensor]:  # type: ignore[override] # a property
         """Return the class of the parameter's gradient."""
         return self.kind
 
