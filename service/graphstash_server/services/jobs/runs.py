@@ -111,49 +111,6 @@ class RunService:
                 nothing was ever stored in the namespace; 409 if the run belongs to another caller;
                 413 if the run has too many processes.
         """
-        row = self._checked_row(namespace, run, process, report, times, writer=writer)
-        if not await find_namespaces(self.database, [namespace]):
-            raise ServerError(
-                ErrorCode.NOT_FOUND,
-                f"nothing was ever stored in the namespace {namespace}, so it keeps no reports of "
-                "runs: publish an artifact first",
-            )
-        async with self.database.writing() as connection:
-            await lock_name(connection, f"runs {namespace}")
-            owner = await find_writer(connection, namespace, run)
-            if owner not in (None, writer):
-                raise ServerError(
-                    ErrorCode.CONFLICT,
-                    f"the run {run} in the namespace {namespace} was reported by another caller: "
-                    "choose another name",
-                )
-            others = await count_processes(connection, namespace, run, but=process)
-            if others >= MAX_PROCESSES:
-                raise ServerError(
-                    ErrorCode.TOO_LARGE,
-                    f"{others} processes of the run {run} have reported, the limit is "
-                    f"{MAX_PROCESSES}: the others need not",
-                    limit=MAX_PROCESSES,
-                )
-            await put_report(connection, row)
-            if self._is_too_much(*await size_of(connection, writer=writer)):
-                held = await list_runs(connection, writer=writer)
-                await delete_runs(connection, self._surplus(held))
-            if self._is_too_much(*await size_of(connection, namespace=namespace)):
-                held = await list_runs(connection, namespace=namespace)
-                await delete_runs(connection, self._surplus(held))
-
-    def _checked_row(
-        self,
-        namespace: Namespace,
-        run: RunName,
-        process: RunName,
-        report: RunReport,
-        times: RunTimes,
-        *,
-        writer: str,
-    ) -> ReportRow:
-        """Return the row of a report, unless its run begins too far in the future."""
         now = self.clock()
         if report.started_at - now > MAX_RUN_AHEAD:
             raise ServerError(
@@ -163,9 +120,15 @@ class RunService:
                 "clock of the job's host",
                 limit=MAX_RUN_AHEAD.days,
             )
+        if not await find_namespaces(self.database, [namespace]):
+            raise ServerError(
+                ErrorCode.NOT_FOUND,
+                f"nothing was ever stored in the namespace {namespace}, so it keeps no reports of "
+                "runs: publish an artifact first",
+            )
         counts = _COUNTS.dump_json(report.counts, exclude_defaults=True).decode()
         misses = _MISSES.dump_json(report.misses, exclude_defaults=True).decode()
-        return ReportRow(
+        row = ReportRow(
             namespace=namespace,
             run=run,
             process=process,
@@ -183,6 +146,35 @@ class RunService:
             counts=counts,
             misses=misses,
         )
+        await self._store(row)
+
+    async def _store(self, row: ReportRow) -> None:
+        """Store a report, and delete the oldest ones that exceed a limit."""
+        namespace, run, writer = row.namespace, row.run, row.writer
+        async with self.database.writing() as connection:
+            await lock_name(connection, f"runs {namespace}")
+            owner = await find_writer(connection, namespace, run)
+            if owner not in (None, writer):
+                raise ServerError(
+                    ErrorCode.CONFLICT,
+                    f"the run {run} in the namespace {namespace} was reported by another caller: "
+                    "choose another name",
+                )
+            others = await count_processes(connection, namespace, run, but=row.process)
+            if others >= MAX_PROCESSES:
+                raise ServerError(
+                    ErrorCode.TOO_LARGE,
+                    f"{others} processes of the run {run} have reported, the limit is "
+                    f"{MAX_PROCESSES}: the others need not",
+                    limit=MAX_PROCESSES,
+                )
+            await put_report(connection, row)
+            if self._is_too_much(*await size_of(connection, writer=writer)):
+                held = await list_runs(connection, writer=writer)
+                await delete_runs(connection, self._surplus(held))
+            if self._is_too_much(*await size_of(connection, namespace=namespace)):
+                held = await list_runs(connection, namespace=namespace)
+                await delete_runs(connection, self._surplus(held))
 
     async def list_latest(
         self,
