@@ -124,8 +124,9 @@ class NamespaceCall(Call):
 
     async def reauthorize(self) -> None:
         """Check the caller as in `Call.reauthorize`, and refresh `policy`."""
-        await self._check(self.request)
-        self.policy = await self.context.policies.of(self.namespace)
+        checked = await self._check(self.request)
+        assert isinstance(checked, NamespaceCall)  # noqa: S101 - `in_namespace` made the check
+        self.policy = checked.policy
 
 
 C = TypeVar("C", bound=Call)
