@@ -1,8 +1,8 @@
 """Session: the state of the cache in one training process, from install to exit.
 
-The session imports the cache's packages on first use, because most processes compile nothing. There
-is one session per process, because hooks patch the process's only copy of each compiler:
-the global `_current`.
+The session imports the cache's packages on first use, because most processes compile nothing. The
+global `_current` is the only session of the process, because hooks patch the process's only copy of
+each compiler.
 """
 
 import atexit

@@ -25,7 +25,7 @@ def extent_of(tensor: Tensor) -> Extent:
 
 
 def overlapping(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return tensors of which two have an element at the same address, or an empty list.
+    """Return a group of tensors in which two share an address, or an empty list if no two do.
 
     The tensors have the same dtype and device. Tensors may interleave without an overlap, such as
     two halves of the columns of a matrix.

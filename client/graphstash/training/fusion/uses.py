@@ -68,7 +68,7 @@ _HARMLESS: Final = _PASSIVE | frozenset(
         *(torch.rand_like, torch.randn_like, Tensor.new_empty, Tensor.new_zeros, Tensor.new_ones),
     )
 )
-"""The passive operations, and those that make a new tensor."""
+"""`_PASSIVE`, and operations that create a tensor and use only the properties of their argument."""
 
 
 class Tripwire:
