@@ -629,6 +629,31 @@ async def test_wanted_eviction_in_corrupt_database_does_not_block_the_event_loop
         task.cancel()
 
 
+async def test_wanted_eviction_takes_one_round_of_maintenance(opened):
+    async with opened() as store:
+        maintenance = store.context.maintenance
+        rounds, have_ended = 0, asyncio.Event()
+
+        async def run_once():
+            nonlocal rounds
+            rounds += 1
+            if rounds == 1:
+                store.context.evictor.is_needed.set()
+            elif rounds == 2:
+                have_ended.set()
+            await asyncio.sleep(0)
+
+        maintenance.run_once = run_once
+        task = asyncio.create_task(
+            maintenance.run(every_seconds=3600, started_at=START, was_alone=False)
+        )
+        await have_ended.wait()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert rounds == 2
+        task.cancel()
+
+
 @pytest.mark.sql
 async def test_concurrent_uploads_of_one_server_stay_below_the_limits(opened):
     limits = {"store_limit_bytes": 200_000, "namespace_limit_bytes": 100_000}
