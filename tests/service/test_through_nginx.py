@@ -10,6 +10,8 @@ import re
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
@@ -238,6 +240,50 @@ def test_call_of_dying_server_is_passed_to_another(live_server, tmp_path, connec
         dying.close()
         server.join(30)
     assert asked
+
+
+class _Answers204(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.rfile.read(int(self.headers.get("content-length", 0)))
+        self.send_response(204)
+        self.end_headers()
+
+    do_PUT = do_GET  # noqa: N815 - the name that http.server calls
+
+    def log_message(self, *_):
+        pass
+
+
+@contextmanager
+def _running(port):
+    with ThreadingHTTPServer(("127.0.0.1", port), _Answers204) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield
+        finally:
+            server.shutdown()
+            thread.join(30)
+
+
+def test_server_that_has_just_returned_replaces_one_that_leaves(tmp_path, connect):
+    """nginx may still avoid the first server, for example during a rolling restart."""
+    first, second = reserved_port(), reserved_port()
+    variables = {
+        "GRAPHSTASH_SERVER_1": f"127.0.0.1:{first}",
+        "GRAPHSTASH_SERVER_2": f"127.0.0.1:{second}",
+        "GRAPHSTASH_BLOB_DIR": str(tmp_path),
+    }
+    with Nginx(tmp_path / "nginx", variables=variables) as nginx:
+        http = connect(nginx.url).http
+
+        def statuses():
+            return [http.get("/").status_code, http.put("/", content=b"a" * 20_000).status_code]
+
+        with _running(second):
+            assert [statuses() for _ in range(4)] == [[204, 204]] * 4  # nginx now avoids the first
+        with _running(first):
+            assert statuses() == [204, 204]
 
 
 def test_access_log_is_json_without_secrets(nginx, through, api):
