@@ -125,3 +125,9 @@ def test_8_bit_floats_are_refused_and_zeros_have_the_same_sign_on_all_ranks(rank
     for refused in ranks(2).run("strided_sums:refused_types"):
         assert all("torch.float8_" in each for messages in refused.values() for each in messages)
         assert all("take one of these" in each for each in refused["state"])
+
+
+def test_refusal_of_types_and_factors_does_not_depend_on_density(ranks):
+    for refused in ranks(2).run("strided_sums:refused_values"):
+        assert ["do not add torch." in each for each in refused["types"]] == [True] * 16
+        assert ["makes NaN of zeros" in each for each in refused["scales"]] == [True] * 4

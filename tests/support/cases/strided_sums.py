@@ -94,6 +94,26 @@ def refused_types() -> dict[str, list[str]]:
     return results
 
 
+def refused_values() -> dict[str, list[str]]:
+    """Return the errors for integers that process groups do not add, and for infinite factors."""
+    group = BlockSparseAllReduce(block_size=4)
+    types = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
+    with AggregatedAllReduce(block_size=4) as aggregated:
+        return {
+            "types": [
+                error_of(partial(method, values.to(kind)))
+                for kind in types
+                for method in (group.sum_, group.sum_whole_)
+                for values in (torch.ones(40), torch.eye(1, 400).flatten())  # ring and gather
+            ],
+            "scales": [
+                error_of(partial(reduce.sum_, torch.ones(40), scale=scale))
+                for reduce in (group, aggregated)
+                for scale in (float("inf"), float("nan"))
+            ],
+        }
+
+
 def layouts() -> dict[str, dict[str, str]]:
     """Return the messages for tensors that cannot be summed in place, by kind of sum and name."""
     results = {}

@@ -1,5 +1,6 @@
 """What the ranks of a process group agree on: their arguments, and how long to wait."""
 
+import math
 from datetime import timedelta
 from typing import Final, TypeVar
 
@@ -8,7 +9,14 @@ from torch import Tensor, distributed
 
 from graphstash.errors import ConfigError
 
-__all__ = ["gathered", "require_floats", "require_same", "require_wire_type", "timeout_of"]
+__all__ = [
+    "gathered",
+    "require_floats",
+    "require_same",
+    "require_scale",
+    "require_wire_type",
+    "timeout_of",
+]
 
 T = TypeVar("T")
 
@@ -69,6 +77,16 @@ def require_floats(values: Tensor, wire_dtype: torch.dtype | None) -> None:
             f"{values.dtype} cannot be sent as wire_dtype={wire_dtype} without losing most of it: "
             "take a floating-point type for tensors of one, and None for others"
         )
+
+
+def require_scale(scale: float) -> None:
+    """Reject a factor that makes NaN of zeros, because blocks of zeros are not sent.
+
+    Raises:
+        ConfigError: the factor is infinite or NaN.
+    """
+    if not math.isfinite(scale):
+        raise ConfigError(f"scale={scale} makes NaN of zeros, which are not sent: take a number")
 
 
 def timeout_of(group: distributed.ProcessGroup | None) -> timedelta | None:

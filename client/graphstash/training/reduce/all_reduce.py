@@ -26,7 +26,8 @@ from typing import Any, Final, NamedTuple, Self
 import torch
 from torch import Tensor, distributed
 
-from graphstash.training.reduce.agreement import require_floats, require_same
+from graphstash.errors import ConfigError
+from graphstash.training.reduce.agreement import require_floats, require_same, require_scale
 from graphstash.training.reduce.blocks import (
     BLOCK_ELEMENTS,
     BlockLayout,
@@ -45,6 +46,9 @@ _SLOTS: Final = 2
 _CALL_BYTES: Final = 24
 _NUMBER_BYTES: Final = 4
 _MAX_NUMBER: Final = 2**31
+_NOT_ADDED: Final = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
+"""Types that gloo and NCCL do not add."""
+
 _ALIGNMENT: Final = 16
 """Bytes of the largest element, complex128."""
 
@@ -131,10 +135,11 @@ class BlockSparseAllReduce:
         """Sum a tensor over all ranks, in place.
 
         Args:
-            flat: A tensor of one dimension and any number type except 8-bit floats, with the same
-                shape and type on all ranks. A strided tensor is summed through a copy. -0.0 counts
-                as zero, and a sum of -0.0 may become 0.0, with the same bits on all ranks.
-            scale: Factor by which every element is multiplied before it is sent.
+            flat: A tensor of one dimension with the same shape and type on all ranks: integers
+                (uint8, int8, int32, int64), bool, complex, or floats of 16 to 64 bits. A strided
+                tensor is summed through a copy. -0.0 counts as zero, and a sum of -0.0 may become
+                0.0, with the same bits on all ranks.
+            scale: Finite factor by which every element is multiplied before it is sent.
             wire_dtype: Type in which elements are sent. Default: their own type.
             dense_above: Share of blocks in the union above which the tensor is sent whole.
             layout: Division into blocks. Default: blocks of `block_size` elements.
@@ -144,7 +149,8 @@ class BlockSparseAllReduce:
                 elements at one address.
             ConfigError: the ranks have different tensors or arguments (raised on every rank), or
                 `wire_dtype` differs from the tensor's type and one of them is not a float type; or
-                elements would be sent as 8-bit floats.
+                elements would be sent as a type that process groups do not add; or `scale` is
+                infinite or NaN.
             RuntimeError: a rank is gone.
         """
         layout = layout or BlockLayout(self.block_size)
@@ -170,7 +176,8 @@ class BlockSparseAllReduce:
             f"{scale=}, {wire_dtype=}, {dense_above=}",
             flat.device,
         )
-        require_floats(flat, wire_dtype)
+        _require_added(flat, wire_dtype)
+        require_scale(scale)
         union, union_bytes = self._union(nonzero, own, most)
         agreed = time.perf_counter()
         pack = send = unpack = 0.0
@@ -201,7 +208,7 @@ class BlockSparseAllReduce:
         Raises:
             ConfigError: see `sum_`.
         """
-        require_floats(flat, wire_dtype)
+        _require_added(flat, wire_dtype)
         with written_back(flat) as contiguous:
             wire = contiguous if wire_dtype is None else contiguous.to(wire_dtype)
             distributed.all_reduce(wire, group=self.group)
@@ -248,6 +255,13 @@ class BlockSparseAllReduce:
             return bits.nonzero().flatten(), bits.nbytes
         distributed.all_reduce(bits, distributed.ReduceOp.BOR, group=self.group)
         return from_bits(bits, len(nonzero)).nonzero().flatten(), bits.nbytes
+
+
+def _require_added(flat: Tensor, wire_dtype: torch.dtype | None) -> None:
+    """Reject types that not every process group adds: it would depend on the density."""
+    require_floats(flat, wire_dtype)
+    if flat.dtype in _NOT_ADDED:
+        raise ConfigError(f"process groups do not add {flat.dtype}: convert it to torch.int64")
 
 
 class _Sending(NamedTuple):

@@ -40,7 +40,7 @@ from graphstash.training.reduce.aggregators.elements import (
 )
 from graphstash.training.reduce.aggregators.session import Session, Settings
 from graphstash.training.reduce.aggregators.worker import BlockRows
-from graphstash.training.reduce.agreement import require_floats, timeout_of
+from graphstash.training.reduce.agreement import require_floats, require_scale, timeout_of
 from graphstash.training.reduce.all_reduce import Sent
 from graphstash.training.reduce.blocks import (
     BLOCK_ELEMENTS,
@@ -189,7 +189,7 @@ class AggregatedAllReduce:
                 with the same shape and type on all ranks. A strided tensor is summed through a
                 copy. -0.0 counts as zero, and a sum of -0.0 may become 0.0, with the same bits on
                 all ranks.
-            scale: Factor by which every element is multiplied before it is sent.
+            scale: Finite factor by which every element is multiplied before it is sent.
             wire_dtype: Type in which elements are sent. Default: their own type.
             dense_above: Ignored: the number of a block costs only four bytes.
             layout: Ignored: all tensors of a session have blocks of `block_size` elements.
@@ -198,10 +198,12 @@ class AggregatedAllReduce:
             ValueError: the tensor does not have exactly one dimension, is sparse, or has several
                 elements at one address.
             ConfigError: the ranks have different tensors, which ends the session; or a block does
-                not fit into a datagram; or the type is not supported.
+                not fit into a datagram; or the type is not supported; or `scale` is infinite or
+                NaN.
             AggregationError: a rank or an aggregator is gone; the session is over.
         """
         del dense_above, layout
+        require_scale(scale)
         began = time.perf_counter()
         element = self._element_of(flat, wire_dtype)
         with written_back(flat) as contiguous:
