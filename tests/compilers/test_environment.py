@@ -1,6 +1,9 @@
 """Environment variables of a process that lead to another executable."""
 
+import mmap
+
 from graphstash.hooks.environment import EnvironmentStates, environment_parts
+from graphstash.hooks.mappings import memory_mappings
 
 
 def parts(**environ):
@@ -72,3 +75,10 @@ def test_start_of_a_compiler_tells_states_apart_and_is_no_state_alone(monkeypatc
     before = observed((False, "default"), (True, "philox"))
     after = observed((False, "default"), (True, "default"), (True, "philox"))
     assert before != after
+
+
+def test_mapped_file_may_have_any_name(tmp_path):
+    path = tmp_path / "one\rtwo\u2028three \udcff"
+    path.write_bytes(b"text")
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
+        assert str(path) in {each.path for each in memory_mappings()}

@@ -15,6 +15,8 @@ from typing import Any, Final
 
 import torch
 
+from graphstash.hooks.mappings import memory_mappings
+
 __all__ = ["Library", "libraries", "needed_by", "needed_libraries"]
 
 _OF_TORCH: Final = ("libc10", "libtorch")
@@ -123,8 +125,9 @@ _iterate: Final = ctypes.CDLL(None).dl_iterate_phdr
 @lru_cache(maxsize=1)
 def _loaded(_count: tuple[int, int]) -> list[str]:
     own = f"{Path(torch.__file__).parent}{os.sep}"
-    lines = Path("/proc/self/maps").read_text("utf-8").splitlines()
-    paths = {line.split(maxsplit=5)[-1] for line in lines if " r-xp " in line and "/" in line}
+    paths = {
+        each.path for each in memory_mappings() if each.permissions == "r-xp" and "/" in each.path
+    }
     return [
         path
         for path in sorted(paths)

@@ -10,15 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Final, NamedTuple
 
 from graphstash.hooks.environment import sample_of
+from graphstash.hooks.mappings import MemoryMapping, memory_mappings
 from graphstash.hooks.pjrt.abi import Function
 from graphstash.hooks.pjrt.api import Api
 
 __all__ = ["Plugin", "is_writable", "loaded_plugins", "plugin_at"]
-
-_MAPS: Final = Path("/proc/self/maps")
 
 
 @dataclass(frozen=True)
@@ -34,13 +32,6 @@ class Plugin:
         return f"{self.path.name} {sample_of(self.path)}"
 
 
-class _Mapping(NamedTuple):
-    start: int
-    end: int
-    permissions: str
-    path: str
-
-
 def plugin_at(path: str) -> Plugin | None:
     """Load the library at a path. Return its plug-in, not initialized, or None if it is none.
 
@@ -53,7 +44,7 @@ def plugin_at(path: str) -> Plugin | None:
 def loaded_plugins() -> Iterator[Plugin]:
     """Yield the plug-ins that this process has loaded."""
     seen = set()
-    for path in dict.fromkeys(each.path for each in _mappings() if ".so" in each.path):
+    for path in dict.fromkeys(each.path for each in memory_mappings() if ".so" in each.path):
         try:
             library = ctypes.CDLL(path, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
         except OSError:  # the file is mapped as data, or has been deleted
@@ -86,12 +77,5 @@ def _plugin_of(library: ctypes.CDLL) -> Plugin | None:
     return Plugin(Path(code.path if code and code.path else library._name), api)
 
 
-def _mapping_of(address: int) -> _Mapping | None:
-    return next((each for each in _mappings() if each.start <= address < each.end), None)
-
-
-def _mappings() -> Iterator[_Mapping]:
-    for line in _MAPS.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
-        span, permissions, *rest = line.split(maxsplit=5)
-        start, _, end = span.partition("-")
-        yield _Mapping(int(start, 16), int(end, 16), permissions, rest[3] if len(rest) > 3 else "")
+def _mapping_of(address: int) -> MemoryMapping | None:
+    return next((each for each in memory_mappings() if each.start <= address < each.end), None)

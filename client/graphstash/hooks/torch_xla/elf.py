@@ -19,6 +19,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
+from graphstash.hooks.mappings import memory_mappings
+
 __all__ = [
     "PAGE",
     "GateUnavailable",
@@ -233,11 +235,9 @@ def _import_index(dynamic: dict[int, int], symbol: bytes) -> int | None:
 def _protections(addresses: Iterable[int]) -> dict[int, int]:
     bits = {"r": mmap.PROT_READ, "w": mmap.PROT_WRITE, "x": mmap.PROT_EXEC}
     left, found = sorted(addresses, reverse=True), {}
-    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines():
-        span, flags, _ = line.split(" ", 2)
-        start, end = (int(bound, 16) for bound in span.split("-"))
-        while left and start <= left[-1] < end:
-            found[left.pop()] = sum(bits.get(flag, 0) for flag in flags[:3])
+    for mapping in memory_mappings():
+        while left and mapping.start <= left[-1] < mapping.end:
+            found[left.pop()] = sum(bits.get(flag, 0) for flag in mapping.permissions[:3])
         if not left:
             return found
     raise GateUnavailable(f"address {left[-1]:#x} is not mapped")

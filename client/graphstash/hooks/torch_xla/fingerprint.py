@@ -37,6 +37,7 @@ from graphstash.hooks.environment import (
     sample_of,
 )
 from graphstash.hooks.labels import user_line
+from graphstash.hooks.mappings import memory_mappings
 from graphstash.hooks.torch_xla.omitted import omitted_attributes
 from graphstash_schema import ArtifactKind, DeviceType
 
@@ -156,9 +157,9 @@ def _library_hash() -> str:
 
 def _libtpu_hash() -> str:
     """Return a sample (size, beginning and end) of the libtpu that this process has loaded."""
-    for line in Path("/proc/self/maps").read_text("utf-8").splitlines():
-        if line.endswith("libtpu.so"):
-            return sample_of(Path(line.split(maxsplit=5)[5]))
+    for mapping in memory_mappings():
+        if mapping.path.endswith("libtpu.so"):
+            return sample_of(Path(mapping.path))
     return "none"
 
 
