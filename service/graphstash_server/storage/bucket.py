@@ -16,7 +16,6 @@ from graphstash_schema import Digest
 from graphstash_server.storage.upload import Spool
 
 __all__ = [
-    "LINK_SECONDS",
     "THREADS",
     "WRITE_THREADS",
     "Body",
@@ -35,9 +34,6 @@ little."""
 
 WRITE_THREADS: Final = 16
 """Maximum number of uploads that write a spool, or send a blob, at the same time."""
-
-LINK_SECONDS: Final = 900
-"""Seconds for which a link is valid."""
 
 
 class Body(Protocol):
@@ -174,10 +170,6 @@ class Bucket(ABC):
     def pages(self, prefix: str) -> Iterator[Sequence[Listed]]:
         """Yield the objects whose keys begin with a prefix, ordered by key."""
         ...
-
-    def link(self, key: str) -> str:
-        """Return a URL from which anyone can download the object for `LINK_SECONDS`."""
-        raise NotImplementedError
 
     def tidy(self, prefix: str) -> None:  # noqa: B027 - most services need none
         """Remove what killed servers left behind. The outermost frame of its thread."""

@@ -117,23 +117,19 @@ class _ObjectReader:
 class ObjectBlobStore(BlobStore):
     """A `BlobStore` in a bucket. Any number of servers may share the bucket."""
 
-    def __init__(
-        self, bucket: Bucket, settings: Settings, *, prefix: str, redirect_bytes: int | None = None
-    ) -> None:
+    def __init__(self, bucket: Bucket, settings: Settings, *, prefix: str) -> None:
         """Take over a bucket that can be used. `close` closes the bucket. Blocks.
 
         Args:
             bucket: an open bucket.
             settings: names the spool directory and its free space.
             prefix: prefix of all keys.
-            redirect_bytes: size from which `link` returns a URL. Default: never.
 
         Raises:
             OSError: the spool directory cannot be created.
         """
         self._prefix = f"{prefix}blobs/sha256/"
         self._generations: dict[str, int] = {}
-        self._redirect_bytes = redirect_bytes
         self._spool_dir = settings.spool_dir
         self._spool_dir.mkdir(parents=True, exist_ok=True)
         self._space = SpaceGuard(self._spool_dir, min_free_bytes=settings.min_free_bytes)
@@ -192,13 +188,6 @@ class ObjectBlobStore(BlobStore):
             return False
         self._generations[digest.sha256] = generation
         return True
-
-    async def link(self, digest: Digest) -> str | None:
-        """See `BlobStore.link`. The URL is signed."""
-        if self._redirect_bytes is None or digest.size_bytes < self._redirect_bytes:
-            return None
-        # Signing does not block, but renewing the credentials beforehand may.
-        return await self._call("sign a link", partial(self._bucket.link, self._keys(digest)[0]))
 
     async def list(self, *, before: datetime | None = None) -> AsyncIterator[Digest]:
         """See `BlobStore.list`. Each request lists one page of objects."""

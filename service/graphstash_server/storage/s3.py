@@ -24,7 +24,6 @@ from graphstash_schema import Digest, ErrorCode
 from graphstash_server.errors import ServerError, ShortBlobError, StartError
 from graphstash_server.settings import Settings
 from graphstash_server.storage.bucket import (
-    LINK_SECONDS,
     THREADS,
     WRITE_THREADS,
     Bucket,
@@ -55,6 +54,9 @@ blobs. All uploads together hold at most `_UPLOAD_REQUESTS` parts in memory."""
 _UPLOAD_REQUESTS: Final = 8
 """Maximum number of parts in flight, summed over all uploads of large blobs."""
 
+_LINK_SECONDS: Final = 900
+"""Seconds for which a link is valid."""
+
 _CONNECT_SECONDS = 2.0
 _READ_SECONDS = 10.0
 _ATTEMPTS = 3
@@ -74,12 +76,7 @@ def open_store(settings: Settings) -> ObjectBlobStore:
         OSError: the spool directory cannot be created.
         StartError: the bucket cannot be used.
     """
-    return ObjectBlobStore(
-        S3Bucket(settings),
-        settings,
-        prefix=settings.s3_prefix,
-        redirect_bytes=settings.s3_redirect_bytes,
-    )
+    return _S3BlobStore(S3Bucket(settings), settings)
 
 
 class S3Bucket(Bucket):
@@ -180,9 +177,9 @@ class S3Bucket(Bucket):
             ]
 
     def link(self, key: str) -> str:
-        """See `Bucket.link`."""
+        """Return a URL from which anyone can download the object for `_LINK_SECONDS`."""
         return self._client.generate_presigned_url(
-            "get_object", Params={"Bucket": self.name, "Key": key}, ExpiresIn=LINK_SECONDS
+            "get_object", Params={"Bucket": self.name, "Key": key}, ExpiresIn=_LINK_SECONDS
         )
 
     def tidy(self, prefix: str) -> None:
@@ -234,6 +231,22 @@ class S3Bucket(Bucket):
         if result is None:
             self._client.head_bucket(Bucket=self.name)  # a gateway may respond 404 to every request
         return result
+
+
+class _S3BlobStore(ObjectBlobStore):
+    """An `ObjectBlobStore` that can redirect readers to S3."""
+
+    def __init__(self, bucket: S3Bucket, settings: Settings) -> None:
+        super().__init__(bucket, settings, prefix=settings.s3_prefix)
+        self._s3 = bucket
+        self._redirect_bytes = settings.s3_redirect_bytes
+
+    async def link(self, digest: Digest) -> str | None:
+        """See `BlobStore.link`. The URL is signed."""
+        if self._redirect_bytes is None or digest.size_bytes < self._redirect_bytes:
+            return None
+        # Signing does not block, but renewing the credentials beforehand may.
+        return await self._call("sign a link", partial(self._s3.link, self._keys(digest)[0]))
 
 
 def _unless_404(function: Callable[[], T]) -> T | None:
