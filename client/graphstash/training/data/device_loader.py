@@ -37,15 +37,13 @@ class _End:
 class DeviceLoader(Generic[_Batch]):
     """Iterates over batches once, ahead of the consumer.
 
-    An exception of the source, `upload` or `on_loaded` is raised in place of its batch, after all
-    earlier batches. Loading starts at the first request for a batch.
+    An exception of the source or `upload` is raised in place of its batch, after all earlier
+    batches. Loading starts at the first request for a batch.
 
     Args:
         batches: the source. It must not reuse the buffers of earlier batches.
         ahead: number of batches to load beyond the consumer's current one, 1 or more.
         upload: called with each batch, in order, on a second thread; usually `to_device`.
-        on_loaded: called on the loading thread with the number of each batch (1, 2, ...) before the
-            next batch is pulled. Data and random generators then have the state of a plain loop.
     """
 
     def __init__(
@@ -54,7 +52,6 @@ class DeviceLoader(Generic[_Batch]):
         *,
         ahead: int = 2,
         upload: Callable[[_Batch], _Batch] | None = None,
-        on_loaded: Callable[[int], None] | None = None,
     ) -> None:
         if ahead < 1:
             raise ConfigError(f"ahead must be at least 1 (got {ahead})")
@@ -62,17 +59,10 @@ class DeviceLoader(Generic[_Batch]):
         self._source: Iterator[_Batch] | None = None
         self._ahead = ahead
         self._upload_batch = upload
-        self._on_loaded = on_loaded
-        self._loaded_count = 0
         self._stopping = False
         self._queue: deque[DeviceFuture[_Batch | _End]] = deque()
         self._loader = DeviceExecutor("batch-load", depth=ahead + 1)  # one extra for `close`
         self._uploader = DeviceExecutor("batch-upload", depth=ahead)
-
-    @property
-    def loaded_count(self) -> int:
-        """Number of batches pulled from the source; final once the iteration has ended."""
-        return self._loaded_count
 
     def __iter__(self) -> Self:
         return self
@@ -129,9 +119,6 @@ class DeviceLoader(Generic[_Batch]):
                     self._source = iter(self._batches)
                 batch = next(self._source, end)
                 if not isinstance(batch, _End):
-                    self._loaded_count += 1
-                    if self._on_loaded is not None:
-                        self._on_loaded(self._loaded_count)
                     return batch
         except BaseException as error:  # noqa: BLE001 - the consumer's thread raises it
             end = _End(error)
