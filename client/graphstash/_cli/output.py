@@ -14,9 +14,10 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from graphstash._compile.stats import format_seconds, plural
+from graphstash._compile.stats import format_seconds
 from graphstash.config import ENVIRONMENT_PREFIX, ClientConfig
 from graphstash.errors import BusyError, CacheError, ConfigError, TransportError
+from graphstash_schema.display import format_bytes, plural
 from graphstash_schema.exit_status import ExitStatus, error_line
 from graphstash_schema.names import printable
 from graphstash_schema.settings import annotated_option
@@ -171,15 +172,6 @@ def _progress(amount: "ProgressColumn") -> "Progress":
         transient=True,
         expand=True,
     )
-
-
-def format_bytes(size: float) -> str:
-    """Return a size with its unit: `512 B`, `1.5 MiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
 
 
 def format_age(then: datetime) -> str:

@@ -9,10 +9,11 @@ from datetime import UTC, datetime
 from time import monotonic, time
 from typing import Final
 
-from graphstash._compile.stats import format_seconds, plural
+from graphstash._compile.stats import format_seconds
 from graphstash._http.client import ServerClient
 from graphstash.errors import CacheError, Reason
 from graphstash_schema import ArtifactKey, Namespace
+from graphstash_schema.display import plural
 from graphstash_schema.explanation import (
     PACK_PART,
     Description,

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 from graphstash._compile.saved_time import SavedTime
 from graphstash.errors import Reason
+from graphstash_schema.display import plural
 
 if TYPE_CHECKING:
     from graphstash_schema import ArtifactKey
 
-__all__ = ["Counters", "HitSource", "Stats", "format_seconds", "plural"]
+__all__ = ["Counters", "HitSource", "Stats", "format_seconds"]
 
 HitSource: TypeAlias = Literal["server", "prefetched", "host", "ranks"]
 """Source of a hit's bytes, as in the fields of `Stats`."""
@@ -238,12 +239,6 @@ class Counters:
 
     def _kind(self, key: "ArtifactKey") -> Counter[str]:
         return self._by_kind.setdefault((key.kind, key.device_type), Counter())
-
-
-def plural(count: int, noun: str) -> str:
-    """Return a count with its noun: `1 hit`, `2 misses`."""
-    ending = "" if count == 1 else "es" if noun.endswith("s") else "s"
-    return f"{count} {noun}{ending}"
 
 
 def format_seconds(seconds: float) -> str:

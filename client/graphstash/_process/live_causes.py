@@ -7,8 +7,8 @@ import threading
 from itertools import count, product
 from typing import TYPE_CHECKING, Final
 
-from graphstash._compile.stats import plural
 from graphstash._executor import BoundedExecutor
+from graphstash_schema.display import plural
 
 if TYPE_CHECKING:
     from graphstash._compile.explaining import Cause, Explainer

@@ -18,7 +18,7 @@ from dataclasses import asdict, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Final
 
-from graphstash._compile.stats import Counters, Stats, plural
+from graphstash._compile.stats import Counters, Stats
 from graphstash._executor import BoundedExecutor
 from graphstash._forking import forkable, unforked
 from graphstash._process.notices import log_once, notices
@@ -29,6 +29,7 @@ from graphstash.hooks import installing
 from graphstash.hooks.import_hook import is_imported
 from graphstash.hooks.registry import hook_specs
 from graphstash_schema import ManifestName
+from graphstash_schema.display import plural
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider

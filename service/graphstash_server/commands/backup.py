@@ -10,11 +10,11 @@ import typer
 from graphstash_server.commands.running import (
     Json,
     fail,
+    format_bytes,
     load,
     plural,
     progress_bar,
     run_with_services,
-    size_of,
 )
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def _report(verb: str, done: "Copied", *, as_json: bool) -> None:
     else:
         typer.echo(
             f"{verb} the database as of {manifest.taken_at:%Y-%m-%d %H:%M:%S} UTC and "
-            f"{plural(manifest.blobs, 'blob')} ({size_of(manifest.blob_bytes)}), "
+            f"{plural(manifest.blobs, 'blob')} ({format_bytes(manifest.blob_bytes)}), "
             f"{done.copied} of them copied now"
         )
         if verb == "restored":

@@ -9,11 +9,11 @@ import typer
 from graphstash_server.commands.running import (
     JsonLines,
     OrphanAge,
+    format_bytes,
     parse_age,
     plural,
     progress_bar,
     run_with_services,
-    size_of,
 )
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ async def _check(
             if is_json:
                 typer.echo(json.dumps(finding._asdict()))
             else:
-                size = size_of(finding.size_bytes)
+                size = format_bytes(finding.size_bytes)
                 typer.echo(f"{finding.problem:>10}  {size:>9}  {finding.name}")
     is_repaired = is_repair and context.database.corruption is None
     if not is_json:

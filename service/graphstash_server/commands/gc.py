@@ -8,10 +8,10 @@ import typer
 from graphstash_server.commands.running import (
     JsonLines,
     OrphanAge,
+    format_bytes,
     parse_age,
     plural,
     run_with_services,
-    size_of,
 )
 
 if TYPE_CHECKING:
@@ -91,14 +91,13 @@ def gc(
             return
         evicted = plural(totals.evicted, "artifact")
         if dry_run:
-            evicted += f" would be evicted ({size_of(totals.chosen_bytes)})"
+            evicted += f" would be evicted ({format_bytes(totals.chosen_bytes)})"
         else:
             evicted += f" evicted; {plural(totals.deleted, 'blob')} deleted"
         typer.echo(
             f"{evicted}; {plural(totals.orphans, 'blob')} without an artifact "
-            f"({size_of(totals.orphan_bytes)}) and {plural(totals.lost, 'artifact')} without a "
-            f"blob "
-            f"{'would be ' if dry_run else ''}removed"
+            f"({format_bytes(totals.orphan_bytes)}) and {plural(totals.lost, 'artifact')} without "
+            f"a blob {'would be ' if dry_run else ''}removed"
         )
         if evict_now and not totals.evicted:
             is_over = await context.maintenance.evictor.exceeded(is_confirmed=True)
@@ -136,12 +135,13 @@ def _line(found: "Chosen | Orphan | Lost") -> str:
     from graphstash_server.services.maintenance.reconciler import Lost, Orphan
 
     if isinstance(found, Orphan):
-        return f"{'no artifact has it':>19}  {size_of(found.digest.size_bytes):>9}  {found.digest}"
+        size = format_bytes(found.digest.size_bytes)
+        return f"{'no artifact has it':>19}  {size:>9}  {found.digest}"
     if isinstance(found, Lost):
         return f"{'its blob is lost':>19}  {found.artifact.key.artifact_path}"
     candidate = found.candidate
     return (
-        f"{found.reason:>19}  {size_of(candidate.digest.size_bytes):>9}  "
+        f"{found.reason:>19}  {format_bytes(candidate.digest.size_bytes):>9}  "
         f"{candidate.compile_seconds:8.1f} s  {candidate.last_used_at:%Y-%m-%d %H:%M}  "
         f"{candidate.key.artifact_path}"
     )

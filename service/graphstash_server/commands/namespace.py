@@ -13,7 +13,14 @@ from graphstash_schema import (
     NamespacePolicy,
     WriteMode,
 )
-from graphstash_server.commands.running import Json, fail, parse, plural, run_with_services, size_of
+from graphstash_server.commands.running import (
+    Json,
+    fail,
+    format_bytes,
+    parse,
+    plural,
+    run_with_services,
+)
 
 if TYPE_CHECKING:
     from graphstash_server.context import ProcessContext
@@ -187,9 +194,9 @@ def _described(policy: NamespacePolicy) -> str:
     if policy.anonymous_read:
         words.append("readable without a token")
     if policy.limit_bytes is not None:
-        words.append(f"at most {size_of(policy.limit_bytes)}")
+        words.append(f"at most {format_bytes(policy.limit_bytes)}")
     if policy.max_artifact_bytes is not None:
-        words.append(f"artifacts of at most {size_of(policy.max_artifact_bytes)}")
+        words.append(f"artifacts of at most {format_bytes(policy.max_artifact_bytes)}")
     if policy.requests_per_second is not None:
         words.append(f"{policy.requests_per_second:g} requests per second")
     return ", ".join(words)

@@ -10,9 +10,9 @@ from graphstash_server.commands.running import (
     Json,
     NamespaceFilter,
     fail,
+    format_bytes,
     parse,
     run_with_services,
-    size_of,
 )
 from graphstash_server.keys import StoredKey
 
@@ -52,7 +52,7 @@ def list_(
         for each in withheld.artifacts:
             typer.echo(
                 f"{each.reported_at:%Y-%m-%d %H:%M}  {each.reason:<13}  "
-                f"{size_of(each.size_bytes):>9}  reported by {each.reported_by!r}, made by "
+                f"{format_bytes(each.size_bytes):>9}  reported by {each.reported_by!r}, made by "
                 f"{each.producer!r}\n  {each.namespace}/{each.key}\n  {each.digest}"
             )
         if not withheld.artifacts:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 import typer
 
 from graphstash_schema import InvalidValueError
+from graphstash_schema.display import format_bytes, plural
 from graphstash_schema.exit_status import error_line
 from graphstash_schema.names import printable
 from graphstash_server.logs import set_up_logging
@@ -24,6 +25,7 @@ __all__ = [
     "NamespaceFilter",
     "OrphanAge",
     "fail",
+    "format_bytes",
     "load",
     "parse",
     "parse_age",
@@ -31,7 +33,6 @@ __all__ = [
     "print_table",
     "progress_bar",
     "run_with_services",
-    "size_of",
 ]
 
 T = TypeVar("T")
@@ -156,20 +157,6 @@ def progress_bar(what: str, *, is_shown: bool = True) -> Iterator[Callable[[int,
         yield lambda done_bytes, total_bytes: bars.update(
             bar, total=total_bytes, advance=done_bytes
         )
-
-
-def plural(count: int, noun: str) -> str:
-    """Return a count with its noun: `1 artifact`, `2 artifacts`."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
-
-
-def size_of(size_bytes: float) -> str:
-    """Return a size in its largest unit: `512 B`, `1.5 MiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size_bytes < 1024:
-            return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
-        size_bytes /= 1024
-    return f"{size_bytes:.1f} TiB"
 
 
 def fail(message: str, *, status: int = 1) -> NoReturn:
