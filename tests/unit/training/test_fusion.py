@@ -3,7 +3,9 @@
 import copy
 import gc
 import pickle
+import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -381,6 +383,50 @@ def test_parameters_updated_by_failed_backward_are_not_used_until_a_checkpoint_i
     training.net.load_state_dict(saved[0])
     training.opt.load_state_dict(saved[1])
     training.step(1)
+    training.fusion.close()
+    assert_same(alone_after(range(2)), values(training.net))
+
+
+class Handover:
+    """The lock of updates. When backward releases it, a bucket's update has it before backward
+    goes on.
+    """
+
+    def __init__(self, fusion):
+        self.fusion, self.lock = fusion, threading.Lock()
+        self.guard_state, self.is_guarded = fusion._guard_state, threading.Event()
+        self.state = None
+
+    def guard(self):
+        self.guard_state()
+        self.is_guarded.set()
+
+    def update_bucket(self, entered):
+        with self.lock, self.fusion._true_state():
+            entered.set()
+            assert self.is_guarded.wait(60)
+            return dict(self.fusion.optimizer.state)
+
+    def __enter__(self):
+        self.lock.acquire()
+
+    def __exit__(self, *_):
+        self.lock.release()
+        if self.state is None:
+            entered, pool = threading.Event(), ThreadPoolExecutor()
+            self.state = pool.submit(self.update_bucket, entered)
+            pool.shutdown(wait=False)
+            assert entered.wait(60)
+
+
+def test_update_that_ends_lets_the_next_one_use_the_state(monkeypatch):
+    training = Loop("backward")
+    training.step(0)
+    handover = Handover(training.fusion)
+    monkeypatch.setattr(training.fusion, "_guard_state", handover.guard)
+    monkeypatch.setattr(training.fusion, "_updating", handover)
+    training.step(1)
+    assert handover.state.result()
     training.fusion.close()
     assert_same(alone_after(range(2)), values(training.net))
 

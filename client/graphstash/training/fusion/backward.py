@@ -335,11 +335,12 @@ class BackwardFusion(Fusion):
         ):
             self._leave(unit.parameters)  # other code could use it before `step()`
             return
-        with self._updating, self._true_state():
-            self.before_new_state(unit.parameters)
-            self.partial_step(unit.parameters, options)
-        self._updated.update(unit.parameters)
-        self._guard_state()
+        with self._updating:
+            with self._true_state():
+                self.before_new_state(unit.parameters)
+                self.partial_step(unit.parameters, options)
+            self._updated.update(unit.parameters)
+            self._guard_state()
         for each in unit.parameters:
             if each.grad is not None:
                 self._free(each, None if self._is_stepping else _memory_of(each.grad))
@@ -357,7 +358,10 @@ class BackwardFusion(Fusion):
             self.optimizer.state = guard
 
     def _guard_state(self) -> None:
-        """Refuse uses of the optimizer's state until the step, which has read it by then."""
+        """Refuse uses of the optimizer's state until the step, which has read it by then.
+
+        The caller holds `_updating`: another update uses the state.
+        """
         state = self.optimizer.state
         if not self._is_stepping and not isinstance(state, WaitingState):
             self.optimizer.state = WaitingState(state, self._refuse_state)
@@ -462,7 +466,8 @@ class BackwardFusion(Fusion):
         for parameter in self._updated & self._reduced:
             self._free(parameter)  # DDP has just written the mean into .grad
         if self._updated:
-            self._guard_state()
+            with self._updating:
+                self._guard_state()
 
     # The buckets of DDP.
 
