@@ -29,8 +29,7 @@ from sqlalchemy.pool import NullPool
 
 from graphstash_schema import ErrorCode
 from graphstash_server.db.corruption import advice_for, corruption_in
-from graphstash_server.db.prepared import NOTHING, Parameters, Prepared, Row
-from graphstash_server.db.prepared import Connection as Transaction
+from graphstash_server.db.prepared import NOTHING, Parameters, Prepared, Row, Transaction
 from graphstash_server.db.reads import PostgresLane, Reads, SqliteLane
 from graphstash_server.db.sqlite import (
     HintingCompiler,

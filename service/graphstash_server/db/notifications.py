@@ -14,7 +14,7 @@ from sqlalchemy import ARRAY, Text, bindparam, func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_server.db.engine import Database, make_engine
-from graphstash_server.db.prepared import Connection
+from graphstash_server.db.prepared import Transaction
 
 __all__ = ["Listener", "notify"]
 
@@ -31,7 +31,7 @@ _PAYLOADS = func.unnest(bindparam("payloads", type_=ARRAY(Text))).column_valued(
 _NOTIFY = select(func.pg_notify(_CHANNEL, _PAYLOADS))
 
 
-async def notify(connection: Connection, payloads: Sequence[str]) -> None:
+async def notify(connection: Transaction, payloads: Sequence[str]) -> None:
     """Send the payloads when the transaction commits. Each has at most 7,999 bytes."""
     if not isinstance(connection, AsyncConnection):  # SQLite's own transaction
         return

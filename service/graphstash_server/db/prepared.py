@@ -34,12 +34,12 @@ from graphstash_server.db.sqlite import HintingCompiler, SqliteTransaction
 __all__ = [
     "NOTHING",
     "Compiled",
-    "Connection",
     "Parameters",
     "Prepared",
     "Reader",
     "Row",
     "Source",
+    "Transaction",
     "is_one_of",
 ]
 
@@ -50,7 +50,7 @@ Parameters: TypeAlias = Mapping[str, Any]
 
 NOTHING: Final[Parameters] = {}
 
-Connection: TypeAlias = AsyncConnection | SqliteTransaction
+Transaction: TypeAlias = AsyncConnection | SqliteTransaction
 """Runs the statements of a transaction. A `SqliteTransaction` runs them in the one thread in which
 its `Database` writes."""
 
@@ -100,7 +100,7 @@ class Reader(Protocol):
         """Return the rows of a statement."""
 
 
-Source: TypeAlias = Connection | Reader
+Source: TypeAlias = Transaction | Reader
 """Reads rows inside or outside of a transaction."""
 
 
@@ -146,7 +146,7 @@ class Prepared:
         found = await self.fetch(source, given)
         return found[0] if found else None
 
-    async def execute(self, connection: Connection, given: Parameters) -> int:
+    async def execute(self, connection: Transaction, given: Parameters) -> int:
         """Run the statement inside a transaction. Return the number of changed rows."""
         if isinstance(connection, SqliteTransaction):
             compiled = self.sqlite
@@ -154,7 +154,7 @@ class Prepared:
         statement = self.statement(connection.dialect.name)
         return (await connection.execute(statement, given)).rowcount
 
-    async def execute_all(self, connection: Connection, given: Sequence[Parameters]) -> None:
+    async def execute_all(self, connection: Transaction, given: Sequence[Parameters]) -> None:
         """Run the statement inside a transaction, once per set of parameters."""
         if isinstance(connection, SqliteTransaction):
             compiled = self.sqlite

@@ -16,7 +16,7 @@ from graphstash_schema import ErrorCode
 from graphstash_schema.history import Step
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
-from graphstash_server.db.prepared import Connection as Transaction
+from graphstash_server.db.prepared import Transaction
 from graphstash_server.db.queries.artifacts import touch_artifacts
 from graphstash_server.db.queries.history import HistoryChange, add_history, begin_of
 from graphstash_server.db.queries.tokens import touch_tokens

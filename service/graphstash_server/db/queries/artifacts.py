@@ -31,7 +31,7 @@ from graphstash_schema import Digest, Namespace
 from graphstash_schema.names import LIST_START, ListPosition
 from graphstash_server.artifact import Artifact, FoundArtifact
 from graphstash_server.db.engine import Database
-from graphstash_server.db.prepared import Connection, Prepared, Source, is_one_of
+from graphstash_server.db.prepared import Prepared, Source, Transaction, is_one_of
 from graphstash_server.db.queries.costs import METADATA_BYTES
 from graphstash_server.db.queries.shared import (
     ARTIFACT_COLUMNS,
@@ -291,13 +291,13 @@ async def _rows_of(connection: AsyncConnection, statement: Select[Any]) -> list[
     ]
 
 
-async def insert_artifact(connection: Connection, new: Artifact) -> bool:
+async def insert_artifact(connection: Transaction, new: Artifact) -> bool:
     """Add an artifact. Return False if the key already has one."""
     given = prefixed("new_", key_values(new.key) | _values(new))
     return await _INSERT.execute(connection, given) == 1
 
 
-async def replace_artifact(connection: Connection, new: Artifact, *, replaces: Artifact) -> bool:
+async def replace_artifact(connection: Transaction, new: Artifact, *, replaces: Artifact) -> bool:
     """Replace an artifact, but keep its pin. Return False if the stored artifact is not `replaces`
     or is withheld.
     """
@@ -422,7 +422,7 @@ async def _set_of(
 
 
 async def touch_artifacts(
-    connection: Connection, used: Sequence[tuple[StoredKey, int, datetime]]
+    connection: Transaction, used: Sequence[tuple[StoredKey, int, datetime]]
 ) -> None:
     """Add hits and set the last use of artifacts. `used` must be in key order, see `_set_of`."""
     await _TOUCH.execute_all(

@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import AuditAction, AuditEntry, Namespace
 from graphstash_server.actor import Actor
-from graphstash_server.db.prepared import Connection, Prepared
+from graphstash_server.db.prepared import Prepared, Transaction
 from graphstash_server.db.queries.shared import new_values
 from graphstash_server.db.tables import audit
 from graphstash_server.keys import StoredKey
@@ -42,7 +42,7 @@ class AuditRecord(NamedTuple):
         return cls(at, actor, action, key.namespace, subject=str(key.key), detail=str(detail))
 
 
-async def add_audit(connection: Connection, entries: Sequence[AuditRecord]) -> None:
+async def add_audit(connection: Transaction, entries: Sequence[AuditRecord]) -> None:
     """Log changes. Call it in the transaction that makes them."""
     if not entries:
         return

@@ -7,7 +7,7 @@ from sqlalchemy import ColumnElement, and_, bindparam, delete, func, not_, or_, 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Digest
-from graphstash_server.db.prepared import Connection, Prepared, Source, is_one_of
+from graphstash_server.db.prepared import Prepared, Source, Transaction, is_one_of
 from graphstash_server.db.queries.shared import insert_in, insert_into, new_values
 from graphstash_server.db.tables import deletions, generations
 
@@ -46,7 +46,7 @@ _MARK = Prepared(
 )
 
 
-async def add_deletions(connection: Connection, digests: Sequence[Digest]) -> None:
+async def add_deletions(connection: Transaction, digests: Sequence[Digest]) -> None:
     """Mark blobs of removed artifacts."""
     if not digests:
         return

@@ -19,7 +19,7 @@ from sqlalchemy import (
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema.history import OTHERS, Grouping, HistoryPoint, Step
-from graphstash_server.db.prepared import Connection, Prepared, is_one_of
+from graphstash_server.db.prepared import Prepared, Transaction, is_one_of
 from graphstash_server.db.queries.shared import Upsert, insert_in, new_values, prefixed
 from graphstash_server.db.tables import history
 
@@ -61,7 +61,7 @@ def begin_of(step: Step, at: datetime) -> datetime:
 
 
 async def add_history(
-    connection: Connection,
+    connection: Transaction,
     namespace: str,
     at: datetime,
     changes: Mapping[Group, HistoryChange],

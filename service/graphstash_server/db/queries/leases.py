@@ -26,7 +26,7 @@ from sqlalchemy import (
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema.protocol import MAX_LEASE_SECONDS
-from graphstash_server.db.prepared import Connection, Prepared, Source
+from graphstash_server.db.prepared import Prepared, Source, Transaction
 from graphstash_server.db.queries.shared import (
     KNOWN_KINDS,
     insert_into,
@@ -178,7 +178,7 @@ async def release_lease(
     return (await connection.execute(statement)).rowcount == 1
 
 
-async def end_leases(connection: Connection, keys: Sequence[StoredKey], *, now: datetime) -> None:
+async def end_leases(connection: Transaction, keys: Sequence[StoredKey], *, now: datetime) -> None:
     """End the leases on keys whose artifacts were published."""
     given = [{**key_parameters(key), "now": now} for key in keys]
     await _END.execute_all(connection, given)

@@ -13,7 +13,7 @@ from sqlalchemy import ARRAY, BigInteger, bindparam, func, or_, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Digest
-from graphstash_server.db.prepared import Connection
+from graphstash_server.db.prepared import Transaction
 from graphstash_server.db.queries.shared import insert_into
 from graphstash_server.db.tables import chores
 
@@ -41,13 +41,13 @@ async def lock_blobs(connection: AsyncConnection, digests: Sequence[Digest]) -> 
         await connection.execute(_EXCLUSIVE, {"numbers": _numbers(digests)})
 
 
-async def share_blobs(connection: Connection, digests: Sequence[Digest]) -> None:
+async def share_blobs(connection: Transaction, digests: Sequence[Digest]) -> None:
     """Take shared locks on blobs, so that no other transaction deletes them."""
     if _is_postgresql(connection):
         await connection.execute(_SHARED, {"numbers": _numbers(digests)})
 
 
-async def lock_name(connection: Connection, name: str) -> None:
+async def lock_name(connection: Transaction, name: str) -> None:
     """Wait until no other transaction holds the name, and take it."""
     if _is_postgresql(connection):
         await connection.execute(
@@ -59,7 +59,7 @@ _PAUSE = text("SELECT set_config('idle_in_transaction_session_timeout', :millise
 _END_PAUSE = text("SET LOCAL idle_in_transaction_session_timeout TO DEFAULT")
 
 
-async def pause(connection: Connection, *, seconds: float) -> None:
+async def pause(connection: Transaction, *, seconds: float) -> None:
     """Let a transaction idle for some seconds, for example while the server asks the blob store.
 
     By default, the database ends a transaction that idles for three seconds: its server may be
@@ -69,7 +69,7 @@ async def pause(connection: Connection, *, seconds: float) -> None:
         await connection.execute(_PAUSE, {"milliseconds": str(int(seconds * 1000))})
 
 
-async def end_pause(connection: Connection) -> None:
+async def end_pause(connection: Transaction) -> None:
     """Restore the default idle limit after `pause`."""
     if _is_postgresql(connection):
         await connection.execute(_END_PAUSE)
@@ -109,7 +109,7 @@ async def find_waiting(connection: AsyncConnection) -> Waiting | None:
     return Waiting(count, *map(float, seconds)) if count else None
 
 
-def _is_postgresql(connection: Connection) -> TypeGuard[AsyncConnection]:
+def _is_postgresql(connection: Transaction) -> TypeGuard[AsyncConnection]:
     return connection.dialect.name == "postgresql"
 
 

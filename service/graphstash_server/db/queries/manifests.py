@@ -21,7 +21,7 @@ from sqlalchemy import (
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import ManifestName, Namespace
-from graphstash_server.db.prepared import Connection, Prepared, Source
+from graphstash_server.db.prepared import Prepared, Source, Transaction
 from graphstash_server.db.queries.shared import (
     KNOWN_KINDS,
     Upsert,
@@ -71,7 +71,7 @@ class EntryRow(NamedTuple):
 
 
 async def add_run(
-    connection: Connection,
+    connection: Transaction,
     name: ManifestName,
     keys: Sequence[StoredKey],
     *,
@@ -153,7 +153,7 @@ async def list_unused(connection: AsyncConnection, *, before: datetime) -> Seque
 
 
 async def trim_entries(
-    connection: Connection,
+    connection: Transaction,
     namespace: Namespace,
     name: ManifestName | None = None,
     *,

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from sqlalchemy import ColumnElement, bindparam, func, literal, or_, select, union_all, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from graphstash_server.db.prepared import NOTHING, Connection, Prepared, Row, Source, is_one_of
+from graphstash_server.db.prepared import NOTHING, Prepared, Row, Source, Transaction, is_one_of
 from graphstash_server.db.queries.costs import MANIFEST_ENTRY_BYTES, METADATA_BYTES
 from graphstash_server.db.queries.shared import Upsert, insert_in, new_values, prefixed
 from graphstash_server.db.tables import artifacts, manifest_entries, usage
@@ -45,7 +45,7 @@ class UsageChange(NamedTuple):
         return UsageChange._make(a + b for a, b in zip(self, other, strict=True))
 
 
-async def add_usage(connection: Connection, namespace: str, change: UsageChange) -> None:
+async def add_usage(connection: Transaction, namespace: str, change: UsageChange) -> None:
     """Add to a namespace's counters, and create its row if necessary."""
     parameters = prefixed("new_", {"namespace": namespace, **change._asdict()})
     await _ADD_USAGE.execute(connection, parameters)
@@ -64,7 +64,7 @@ def _add_usage(dialect: str) -> Upsert:
 _ADD_USAGE = Prepared(_add_usage)
 
 
-async def add_counts(connection: Connection, namespace: str, change: UsageChange) -> None:
+async def add_counts(connection: Transaction, namespace: str, change: UsageChange) -> None:
     """Add to a namespace's counters if it has a row. A request alone must not create a row, because
     clients can request any number of namespaces.
     """

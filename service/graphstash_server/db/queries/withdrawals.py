@@ -11,7 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from graphstash_schema import Digest, Namespace
 from graphstash_schema.names import LIST_START, ListPosition
 from graphstash_schema.withdrawals import WithdrawalCause
-from graphstash_server.db.prepared import Connection, Prepared
+from graphstash_server.db.prepared import Prepared, Transaction
 from graphstash_server.db.queries.shared import (
     insert_in,
     key_values,
@@ -78,7 +78,7 @@ _ADD = Prepared(
 
 
 async def add_withdrawals(
-    connection: Connection,
+    connection: Transaction,
     withdrawn: Sequence[tuple[StoredKey, Digest]],
     *,
     cause: WithdrawalCause,

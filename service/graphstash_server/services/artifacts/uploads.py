@@ -21,7 +21,7 @@ from graphstash_server.artifact import Artifact
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.notifications import notify
-from graphstash_server.db.prepared import Connection as Transaction
+from graphstash_server.db.prepared import Transaction
 from graphstash_server.db.queries.artifacts import (
     find_stored,
     insert_artifact,

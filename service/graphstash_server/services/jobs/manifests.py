@@ -13,7 +13,7 @@ from graphstash_schema.protocol import MAX_MANIFEST_ENTRIES
 from graphstash_server.actor import Actor
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
-from graphstash_server.db.prepared import Connection as Transaction
+from graphstash_server.db.prepared import Transaction
 from graphstash_server.db.queries.artifacts import pin_artifacts, unpin_artifacts
 from graphstash_server.db.queries.audit import AuditRecord, add_audit
 from graphstash_server.db.queries.costs import MANIFEST_ENTRY_BYTES
