@@ -44,14 +44,14 @@ class Patches:
         """
         self.replace(owner, name, wrapper(getattr(owner, name)))
 
-    def switch_on(self, config: Any, name: str, *, unset: bool | None = None) -> None:
-        """Set a setting of torch to True if it exists and its value is `unset`.
+    def switch_on(self, config: Any, name: str) -> None:
+        """Set a setting of torch to True if it exists and its value is None.
 
         An environment variable would also switch it on in child processes without the hook.
         """
-        if hasattr(config, name) and getattr(config, name) is unset:
+        if hasattr(config, name) and getattr(config, name) is None:
             setattr(config, name, True)
-            self._undo.append(lambda: setattr(config, name, unset))
+            self._undo.append(lambda: setattr(config, name, None))
 
     @contextmanager
     def all_or_none(self) -> Iterator[None]:

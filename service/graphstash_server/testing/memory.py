@@ -6,7 +6,7 @@ from io import BytesIO
 from pathlib import Path
 
 from graphstash_schema import Digest
-from graphstash_server.clock import Clock, system_clock
+from graphstash_server.clock import system_clock
 from graphstash_server.errors import NoSpaceError, ShortBlobError
 from graphstash_server.storage import BlobReader, BlobStore
 from graphstash_server.storage.upload import Incoming
@@ -22,12 +22,11 @@ class MemoryBlobStore(BlobStore):
         capacity_bytes: maximum size of all blobs together. None: no limit.
     """
 
-    def __init__(self, *, capacity_bytes: int | None = None, clock: Clock = system_clock) -> None:
+    def __init__(self, *, capacity_bytes: int | None = None) -> None:
         self.blobs: dict[str, bytes] = {}
         self.capacity_bytes = capacity_bytes
         self._incoming_bytes = 0
         self._stored_at: dict[str, datetime] = {}
-        self._clock = clock
 
     async def put(self, digest: Digest, chunks: AsyncIterator[bytes]) -> None:
         incoming, taken = Incoming(digest), BytesIO()
@@ -41,7 +40,7 @@ class MemoryBlobStore(BlobStore):
         finally:
             self._incoming_bytes -= taken.tell()
         self.blobs[digest.sha256] = taken.getvalue()
-        self._stored_at[digest.sha256] = self._clock()
+        self._stored_at[digest.sha256] = system_clock()
 
     async def full(self, size_bytes: int) -> NoSpaceError | None:
         if self.capacity_bytes is None:
