@@ -217,6 +217,18 @@ def test_waiter_whose_token_is_revoked_gets_no_lease(guarded, admin):
     assert admin.acquire().status_code == 201, "no caller holds the lease"
 
 
+def test_waiter_in_a_namespace_that_became_read_only_gets_no_lease(guarded, admin):
+    held = admin.acquire().json()["token"]
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(admin.acquire, wait=60)
+        until(lambda: admin.http.get("/v1/stats").json()["waiters"])
+        guarded.set_policy(admin.namespace, mode="read_only")
+        assert admin.release(held, "failed").status_code == 204
+        assert answer.result().status_code == 403
+    guarded.set_policy(admin.namespace, mode="write_once")
+    assert admin.acquire().status_code == 201, "no caller holds the lease"
+
+
 # -- grants --
 
 

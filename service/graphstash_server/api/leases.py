@@ -89,7 +89,9 @@ async def acquire_lease(call: NamespaceCall) -> Response:
         gone.cancel()
     try:
         await call.reauthorize()
-    except ServerError:  # the caller lost its access while it waited: free the lease for others
+        if reply.state is not LeaseState.READY:
+            check_writable(key.namespace, call.policy)
+    except ServerError:  # the caller may no longer write: free the lease for others
         if reply.token is not None:
             await leases.release(key, token=reply.token)
         raise
