@@ -227,27 +227,30 @@ def test_backup_under_load_restores_all_uploads_acknowledged_before_it(
 
 
 def test_backup_contains_an_artifact_replaced_while_it_ran(new_site, backup, monkeypatch):
-    site = new_site(stored=range(3))
+    site = new_site(stored=range(4))
     site.run("namespace", "set", "team", "--mode", "overwrite")
     take, snapshots = backup_module.take_snapshot, []
     with site.serving() as api:
 
         def take_and_replace(*arguments):
+            if snapshots:  # the backup has copied this artifact's blob
+                assert api.delete(3).status_code == 204
             take(*arguments)
             snapshots.append(arguments)
             if len(snapshots) == 1:
                 assert api.put(b"replaced", 1).status_code == 201
                 assert api.delete(2).status_code == 204
-                until(lambda: len(blobs_in(site.directory)) == 2)
+                until(lambda: len(blobs_in(site.directory)) == 3)
 
         monkeypatch.setattr(backup_module, "take_snapshot", take_and_replace)
-        site.run("backup", backup)
+        taken = json.loads(site.run("backup", backup, "--json"))
     assert len(snapshots) == 2
+    assert taken["copied"] == taken["blobs"] == len(blobs_in(backup)) == 2
 
     restored = new_site()
     restored.run("restore", backup)
     with restored.serving() as api:
-        assert [api.get(number).status_code for number in range(3)] == [200, 200, 404]
+        assert [api.get(number).status_code for number in range(4)] == [200, 200, 404, 404]
         assert api.get(1).content == b"replaced"
 
 

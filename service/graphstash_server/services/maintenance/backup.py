@@ -156,7 +156,7 @@ class Backup:
             self._check_identity(before, cache, source, is_moved=is_moved)
             new = self._path / "database.new"
             here = {each async for each in target.list()}
-            copied = 0
+            copied: set[Digest] = set()
             for _ in range(_MAX_ATTEMPTS):
                 taken_at = clock()
                 await asyncio.to_thread(take_snapshot, url, new)
@@ -165,7 +165,7 @@ class Backup:
                 missing = await _missing(needed, here, checked_in=target if is_deep else None)
                 await asyncio.to_thread(self._check_space, missing)
                 lost = await _copy(missing, partial(_open, collector), target, progress)
-                copied += len(missing) - len(lost)
+                copied |= set(missing) - set(lost)
                 here = (here | set(missing)) - set(lost)
                 is_deep = False
                 if not lost:
@@ -178,7 +178,8 @@ class Backup:
             for unused in here:
                 if unused.sha256 not in kept:
                     await target.delete(unused)
-        return Copied(manifest=manifest, copied=copied, left_out=left_out)
+        kept_copies = len(copied.intersection(needed))  # a copied blob may be unneeded by now
+        return Copied(manifest=manifest, copied=kept_copies, left_out=left_out)
 
     @asynccontextmanager
     async def _opened(self) -> AsyncIterator[DiskBlobStore]:
