@@ -11,7 +11,9 @@ import pytest
 
 from graphstash_schema import Digest, ErrorCode
 from graphstash_server.errors import NoSpaceError, ServerError, ShortBlobError, StartError
+from graphstash_server.services.artifacts import uploads
 from graphstash_server.settings import load_settings
+from graphstash_server.storage import objects as objects_module
 from graphstash_server.storage import open_blob_store
 from graphstash_server.storage import s3 as s3_module
 from graphstash_server.storage.s3 import MULTIPART_BYTES, open_store
@@ -125,6 +127,66 @@ class TestTrouble:
 
             proxy.fault = S3Fault.NONE
             assert api.get(1).content == SMALL
+
+    @pytest.mark.parametrize(
+        ("method", "number"), [("PUT", 1), ("HEAD", 1), ("DELETE", 2)], ids=str
+    )
+    def test_upload_to_a_silent_bucket_is_answered_before_a_second_attempt(
+        self, *, tmp_path, proxy, bucket, moto, monkeypatch, connect, problem, method, number
+    ):
+        """The answer precedes the timeout of the request's first attempt."""
+        settings = s3_settings(proxy.url, bucket, maintenance_seconds=3600, log_level="error")
+        with LiveServer(tmp_path, **settings) as server:
+            api = connect(server.url)
+            rules = f"/v1/-/namespaces/{api.namespace}"
+            assert api.http.put(rules, json={"mode": "overwrite"}).status_code == 200
+            assert api.put(SMALL, 2).status_code == 201
+            proxy.strikes = lambda seen: seen.method == method
+            proxy.fault = S3Fault.HANG
+
+            with monkeypatch.context() as patch:
+                patch.setattr(uploads, "_STORE_SECONDS", 2.0)
+                patch.setattr(uploads, "_DROP_SECONDS", 2.0)
+                answer = api.put(b"new", number)
+            struck = proxy.struck[S3Fault.HANG]
+            proxy.fault = S3Fault.NONE
+            proxy.resume.set()  # ends the request that hangs
+
+            if method == "DELETE":
+                assert answer.status_code == 201
+            else:
+                problem(answer, 503, "unavailable", "blob store")
+            assert struck == 1
+            if method == "HEAD":  # the commit continues
+                until(lambda: api.get(number).status_code == 200)
+            assert api.put(b"new", number).status_code == (201 if method == "PUT" else 200)
+            assert api.get(number).content == b"new"
+            artifacts = api.stats()["artifacts"]
+            assert artifacts == (1 if number == 2 else 2)
+            until(lambda: len(objects(moto, bucket)) == artifacts)
+        assert list((tmp_path / "spool").iterdir()) == []
+
+    def test_upload_that_waits_for_a_silent_bucket_is_answered_and_never_sent(
+        self, *, tmp_path, proxy, bucket, monkeypatch, connect, problem
+    ):
+        """The only thread for uploads is taken."""
+        monkeypatch.setattr(objects_module, "WRITE_THREADS", 1)
+        with LiveServer(tmp_path, **s3_settings(proxy.url, bucket, log_level="error")) as server:
+            api = connect(server.url)
+            proxy.strikes = lambda seen: seen.method == "PUT"
+            proxy.fault = S3Fault.HANG
+
+            with monkeypatch.context() as patch:
+                patch.setattr(uploads, "_STORE_SECONDS", 2.0)
+                for number in (1, 2):
+                    problem(api.put(bytes([number]), number), 503, "unavailable", "blob store")
+            assert proxy.struck[S3Fault.HANG] == 1
+            proxy.fault = S3Fault.NONE
+            proxy.resume.set()
+
+            assert api.put(b"new", 3).status_code == 201
+        digest = Digest.of(bytes([2]))
+        assert proxy.count("PUT", within=digest.sha256) == 0
 
     def test_lost_object_is_a_miss_but_lost_bucket_is_503(self, api, proxy, moto, bucket, problem):
         api.put(SMALL, 1)

@@ -148,7 +148,8 @@ class ObjectBlobStore(BlobStore):
             rest = await feed(chunks, lambda taken: self._write(partial(spool.write, taken)))
             blob = await self._write(partial(spool.finish, rest))
         except BaseException:
-            await asyncio.shield(self._on_writer(spool.close))
+            # Not in a writer's thread: all of them may be waiting for a silent bucket.
+            await asyncio.shield(asyncio.to_thread(spool.close))
             raise
         await self._send(Sending(spool, blob), digest)
 
@@ -245,16 +246,17 @@ class ObjectBlobStore(BlobStore):
 
     async def _send(self, sending: Sending, digest: Digest) -> None:
         """Upload the spooled blob in a writer thread, which then closes the spool. If the caller is
-        cancelled, the thread stops the upload if it can, and still closes the spool.
+        cancelled, the thread stops the upload if it can, and still closes the spool. An upload that
+        waits for a thread is dropped.
         """
+        sent = self._writers.submit(self._upload, sending, digest)
         with self._failures_named("put a blob"):
-            sent = self._on_writer(partial(self._upload, sending, digest))
             try:
-                await asyncio.shield(sent)
+                await asyncio.shield(asyncio.wrap_future(sent))
             except asyncio.CancelledError:
                 sending.cancel()
-                # Retrieve the exception, or asyncio logs that nothing has retrieved it.
-                sent.add_done_callback(lambda done: done.cancelled() or done.exception())
+                if sent.cancel():  # it waited for a thread
+                    await asyncio.to_thread(sending.spool.close)
                 raise
 
     def _upload(self, sending: Sending, digest: Digest) -> None:

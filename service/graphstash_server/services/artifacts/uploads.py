@@ -3,16 +3,20 @@
 `CommitBatcher` makes stored blobs visible as artifacts. A commit waits for the disk, so uploads
 that end during a commit share the next transaction. An upload that arrives alone is committed at
 once.
+
+A silent store takes minutes to fail: 40 seconds each for the blob, for the commit before this one
+and for this commit, and 15 for each deletion. So the answer has a deadline. Then the server stops
+sending the blob. A commit and a deletion continue.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
-from typing import NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from graphstash_schema import AuditAction, Digest, ErrorCode, Namespace, NamespacePolicy, WriteMode
 from graphstash_schema.withdrawals import WithdrawalCause
@@ -382,6 +386,17 @@ def _deleted_meanwhile() -> ServerError:
 
 _LOGGER = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
+_STORE_SECONDS: Final = 30.0
+"""Seconds that the server may work on the bytes received so far before it needs more or answers."""
+
+_MIN_BYTES_PER_SECOND: Final = 1024**2
+"""Slowest store that can take a large blob: it adds a second per mebibyte to the last wait."""
+
+_DROP_SECONDS: Final = 5.0
+"""Seconds that an answer waits for the deletion of an unused blob."""
+
 
 @dataclass(kw_only=True, eq=False)
 class UploadService:
@@ -400,13 +415,17 @@ class UploadService:
     wait_queue: WaitQueue
     max_artifact_bytes: int
 
+    def __post_init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
     async def publish(self, upload: Upload, chunks: AsyncIterator[bytes]) -> bool:
         """Store an artifact. Return False if the key already had the same bytes.
 
         Policy, existing artifact and room are checked before `chunks` is read.
 
         Raises:
-            ServerError: 400, 403, 409, 412, 413, 503 or 507; nothing is stored.
+            ServerError: 400, 403, 409, 412, 413, 503 or 507; nothing is stored. After a 503 at the
+                deadline, the artifact may still become visible.
         """
         self.check(upload.key.namespace, upload.digest.size_bytes, policy=upload.policy)
         existing = await self.artifacts.find_stored(upload.key)
@@ -421,17 +440,33 @@ class UploadService:
         )
         await self.allocator.check(allocation)
         is_unused = False  # whether the store may have a blob that no artifact uses
+        limit = asyncio.timeout(_STORE_SECONDS)
         try:
-            with self.collector.uploading(upload.digest), self.allocator.opened(allocation):
-                is_unused = await self.collector.settle(upload.digest)
-                await self.blobs.put(
-                    upload.digest, self.allocator.admitted_chunks(allocation, chunks)
-                )
-                is_unused = True
+            with ExitStack() as held:
+                held.enter_context(self.collector.uploading(upload.digest))
+                held.enter_context(self.allocator.opened(allocation))
+                async with limit:
+                    is_unused = await self.collector.settle(upload.digest)
+                    received = _timed(chunks, limit, size_bytes=size_bytes)
+                    await self.blobs.put(
+                        upload.digest, self.allocator.admitted_chunks(allocation, received)
+                    )
+                committing = self._in_background(self._commit(upload, held.pop_all()))
+        except BaseException as error:
+            if is_unused:
+                await self._drop_blob(upload.digest)
+            if isinstance(error, TimeoutError) and limit.expired():
+                raise _too_slow() from error
+            raise
+        return await _result_by(limit, committing)
+
+    async def _commit(self, upload: Upload, held: ExitStack) -> bool:
+        """Make a stored blob visible, see `publish`. Then release what the upload `held`."""
+        try:
+            with held:
                 commit = await self.committer.commit(upload)
         except BaseException:
-            if is_unused:
-                await asyncio.shield(self._drop_blob(upload.digest))
+            await self._drop_blob(upload.digest)
             raise
         if commit.stored is not None:
             self.artifacts.remember(commit.stored)
@@ -446,11 +481,26 @@ class UploadService:
         return self._refuse_other(upload, commit.stays)
 
     async def _drop_blob(self, digest: Digest) -> None:
-        """Delete an unused blob after an upload. If that fails, maintenance deletes it later."""
-        try:
-            await self.collector.collect_all([digest])
-        except ServerError as error:
-            _LOGGER.warning("could not delete the unused blob %s, will retry: %s", digest, error)
+        """Delete an unused blob after an upload. If that takes long, it continues in the
+        background. If it fails, maintenance deletes the blob later.
+        """
+
+        async def drop() -> None:
+            try:
+                await self.collector.collect_all([digest])
+            except ServerError as error:
+                _LOGGER.warning(
+                    "could not delete the unused blob %s, will retry: %s", digest, error
+                )
+
+        await asyncio.wait([self._in_background(drop())], timeout=_DROP_SECONDS)
+
+    def _in_background(self, work: "Coroutine[Any, Any, T]") -> "asyncio.Task[T]":
+        """Start work that may outlast its request."""
+        task = in_background(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     def check(self, namespace: Namespace, size_bytes: int, *, policy: NamespacePolicy) -> None:
         """Check policy and size limits, without a query. Raises `ServerError` 403 or 413."""
@@ -492,3 +542,48 @@ class UploadService:
                 given_digest=upload.digest,
             )
         return False
+
+
+async def _timed(
+    chunks: AsyncIterator[bytes], limit: asyncio.Timeout, *, size_bytes: int
+) -> AsyncIterator[bytes]:
+    """Pass on the body. Between two chunks, suspend the limit, and restart it with each chunk."""
+    now = asyncio.get_running_loop().time
+    limit.reschedule(None)
+    async for chunk in chunks:
+        limit.reschedule(now() + _STORE_SECONDS)
+        yield chunk
+        limit.reschedule(None)
+    limit.reschedule(now() + _STORE_SECONDS + size_bytes / _MIN_BYTES_PER_SECOND)
+
+
+async def _result_by(limit: asyncio.Timeout, task: "asyncio.Task[T]") -> T:
+    """Return the result of a task. If it does not come in time, raise 503, and the task continues.
+
+    Wait a bit longer than the limit, so that a slow deletion after a commit does not hide it.
+    """
+    seconds = (limit.when() or 0.0) - asyncio.get_running_loop().time() + _DROP_SECONDS
+    try:
+        done, _ = await asyncio.wait([task], timeout=seconds)
+    except asyncio.CancelledError:
+        task.cancel()
+        await asyncio.wait([task])
+        raise
+    if not done:
+        task.add_done_callback(_retrieve)
+        raise _too_slow()
+    return task.result()
+
+
+def _retrieve(task: "asyncio.Task[Any]") -> None:
+    """Retrieve an exception, or asyncio logs that nothing has retrieved it."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _LOGGER.warning("an upload failed after its answer: %s", error)
+
+
+def _too_slow() -> ServerError:
+    return ServerError(
+        ErrorCode.UNAVAILABLE,
+        f"the blob store did not finish within {_STORE_SECONDS:g} s, and a second for each MiB: "
+        "check the store, then retry",
+    )
