@@ -1,6 +1,8 @@
 """Compares rows, blobs, counters and files of a deployment, without its own code."""
 
 import hashlib
+import time
+from collections import Counter
 from pathlib import Path
 
 import httpx
@@ -14,16 +16,32 @@ _TIER_SLACK = 1.25
 """Each process counts for itself between two looks at the directory, see `TierBudget`."""
 
 
+_BUSY_SECONDS = 60.0
+"""How long a server may answer 503 before an artifact counts as lost."""
+
+
 def read_everything(cluster: Cluster, known: dict[int, str]) -> list[str]:
-    """Reads every known artifact through a server and says what is wrong."""
+    """Reads every known artifact through a server and says what is wrong. Prints the number of
+    answers by status.
+    """
     wrong = []
+    seen: Counter[int] = Counter()
     with httpx.Client(timeout=60, trust_env=False) as http:
         for number, digest in sorted(known.items()):
-            answer = http.get(cluster.url(number % 2) + artifact_path(KEEP, number))
+            url = cluster.url(number % 2) + artifact_path(KEEP, number)
+            deadline = time.monotonic() + _BUSY_SECONDS
+            while True:
+                answer = http.get(url)
+                seen[answer.status_code] += 1
+                pause = float(answer.headers.get("retry-after", "inf"))
+                if answer.status_code != 503 or time.monotonic() + pause > deadline:
+                    break
+                time.sleep(pause)
             if answer.status_code != 200:
                 wrong.append(f"key {number} was acknowledged: {answer.status_code} {answer.text}")
             elif f"sha256:{hashlib.sha256(answer.content).hexdigest()}" != digest:
                 wrong.append(f"key {number} has other bytes than those of {digest}")
+    print(f"answers to the last reads, by status: {dict(seen)}")
     return wrong
 
 

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Self
@@ -115,6 +116,7 @@ class Cluster:
         self._directory = directory
         self._s3_name = s3
         self._starting = self._down = None
+        self._starters = ThreadPoolExecutor(1)
         self._stack = ExitStack()
         self.s3 = self.bucket = self.proxy = None
 
@@ -152,7 +154,7 @@ class Cluster:
     def __exit__(self, *failure):
         if self.proxy is not None:
             self.proxy.end()
-        self.wait_for_starts()
+        self._starters.shutdown()  # waits for a server that starts
         for server in self.servers:
             if server.process.poll() is None:
                 with suppress(ProcessLookupError):
@@ -191,14 +193,13 @@ class Cluster:
         else:
             self._stop(number)
         self._down = number
-        self._starting = threading.Thread(target=self._start_until_it_serves, args=(number,))
-        self._starting.start()
+        self._starting = self._starters.submit(self._start_until_it_serves, number)
 
     def wait_for_starts(self):
-        """Returns when every server has started."""
+        """Returns when every server has started, or raises what kept one from it."""
         if self._starting is not None:
-            self._starting.join()
-            self._starting = None
+            starting, self._starting = self._starting, None
+            starting.result()
 
     def kill_worker(self, number, pick):
         """Kills one of the workers that are alive just now, if any; `pick` chooses."""
@@ -275,10 +276,14 @@ class Cluster:
 
     def _start_until_it_serves(self, number):
         for _ in range(_START_ATTEMPTS):
-            with suppress(RuntimeError):
+            try:
                 self.servers[number] = self._start(number)
-                self._down = None
-                return
+            except RuntimeError as error:
+                last = error
+                continue
+            self._down = None
+            return
+        raise AssertionError(f"server {number} did not start in {_START_ATTEMPTS} attempts: {last}")
 
     def _start(self, number):
         data_dir = self.data_dirs[number % len(self.data_dirs)]
