@@ -15,7 +15,7 @@ from typing import Annotated, Final
 
 from pydantic import AwareDatetime, Field
 
-from graphstash_schema.key import MAX_PARTS, ArtifactKey
+from graphstash_schema.key import MAX_PARTS, ArtifactKey, ArtifactKind
 from graphstash_schema.model import Items, RequestModel, WireModel
 from graphstash_schema.names import LINE, Namespace, line_of, printable
 from graphstash_schema.protocol import MAX_DESCRIPTIONS
@@ -39,6 +39,7 @@ __all__ = [
     "digest_of_parts",
     "identity_of",
     "is_of_program",
+    "is_reordered",
     "name_of",
     "words",
 ]
@@ -110,12 +111,29 @@ _LISTS: Final = frozenset(
 )
 """Parts whose values are lists, of which only the items that differ are shown."""
 
+_STRUCTURE: Final = "structure"
+"""Stands for the text of a program with the same operations. It is no part of a description."""
+
+_COUNTED: Final = frozenset({ArtifactKind.JAX, ArtifactKind.INDUCTOR})
+"""Kinds whose part `operations` counts every operation that computes."""
+
+_CHANGED: Final = "the program itself changed"
+
+_SENTENCES: Final = {
+    **dict.fromkeys(_TEXT, _CHANGED),
+    "graph": "another graph of the same line: other operations, shapes or types",
+    _STRUCTURE: f"{_CHANGED}: the same operations in another order, or with other operands, "
+    "shapes, axes or sharding",
+}
+"""Sentences about parts whose values no reader understands."""
+
 _NAMES: Final = {
     "donated": "donated inputs (donate_argnums)",
     "function": "name of the function",
     "globals": "values of globals",
     "layout": "layout of the inputs",
     "line": "line of the function",
+    _STRUCTURE: "structure of the operations",
 }
 """Names of parts in sentences, if they differ from the part's own name."""
 
@@ -299,13 +317,16 @@ def differing(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
     ]
 
 
-def compare(here: Mapping[str, str], there: Mapping[str, str]) -> tuple[Difference, ...]:
+def compare(
+    here: Mapping[str, str], there: Mapping[str, str], *, kind: ArtifactKind | None = None
+) -> tuple[Difference, ...]:
     """Return the parts that differ, those of the environment first. For long values and lists,
     return only the words that differ.
 
     Returns the first of these groups with a difference: readable parts, `values`, digests, opaque
     keys. A difference in one group usually changes later groups, which then explain nothing more.
-    The program's text counts as readable, unless another part tells what changed in it.
+    The program's text counts as readable, unless another part tells what changed in it. Constants
+    that only one side has belong to its operations, so operations alone explain the difference.
     """
     names = [name for name in differing(here, there) if name not in _HIDDEN]
     digests = {
@@ -321,7 +342,16 @@ def compare(here: Mapping[str, str], there: Mapping[str, str]) -> tuple[Differen
     chosen = readable or [name for name in names if not _is_opaque(name)] or names
     shown = [name for name in chosen if _CONSEQUENCES.get(name) not in names]
     shown.sort(key=lambda name: (is_of_program(name), not name.startswith(_SETTING), name))
-    return tuple(_difference(name, here.get(name), there.get(name)) for name in shown)
+    found = [_difference(name, here.get(name), there.get(name)) for name in shown]
+    if "operations" in shown:
+        return tuple(each for each in found if not _is_one_sided(each, "constants"))
+    operations = here.get("operations")
+    if kind in _COUNTED and operations and operations == there.get("operations"):
+        return tuple(
+            each.model_copy(update={"part": _STRUCTURE}) if each.part in _TEXT else each
+            for each in found
+        )
+    return tuple(found)
 
 
 def name_of(difference: Difference) -> str:
@@ -339,15 +369,32 @@ def words(difference: Difference, *, where: str = "there") -> str:
     name = name_of(difference)
     if difference.part in _DEPENDENCIES:
         return f"other {name} that the program reads from its surroundings"
-    if difference.part in _TEXT:
-        return "the program itself changed"
-    if difference.part == "graph":
-        return "another graph of the same line: other operations, shapes or types"
+    if difference.part in _SENTENCES:
+        return _SENTENCES[difference.part]
     if _is_opaque(difference.part):
         return "the compiler's own key differs, and it does not say in what"
     if difference.here and difference.there and _DIGEST.fullmatch(difference.here):
         return f"other {name}"
+    if difference.part == "inputs" and _only_results(difference):
+        name = "results"
+    elif is_reordered(difference):
+        name = f"other order of {name}"
     return f"{name}: {_value_text(difference.here)} here, {_value_text(difference.there)} {where}"
+
+
+def is_reordered(difference: Difference) -> bool:
+    """Return whether the part has the same words in another order."""
+    if difference.here is None or difference.there is None:
+        return False
+    return sorted(difference.here.split()) == sorted(difference.there.split())
+
+
+def _only_results(difference: Difference) -> bool:
+    return all((side or "->").startswith("->") for side in (difference.here, difference.there))
+
+
+def _is_one_sided(difference: Difference, part: str) -> bool:
+    return difference.part == part and not (difference.here and difference.there)
 
 
 def _is_added(name: str) -> bool:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from graphstash._compile.explaining import Cause, cause_of, in_brief
-from graphstash_schema import ArtifactKey
+from graphstash_schema import ArtifactKey, ArtifactKind
 from graphstash_schema.explanation import (
     MAX_LABEL_CHARACTERS,
     MAX_PARTS_CHARACTERS,
@@ -95,7 +95,27 @@ def explained(here, there):
             {"settings": "ambient._get_qengine=5\naot_config=(1)"},
             ["settings: qengine=4 here, qengine=5 there"],
         ),
-        ({"inputs": "f32 f16"}, {"inputs": "f16 f32"}, ["inputs: f32 f16 here, f16 f32 there"]),
+        (
+            {"inputs": "f32 f16"},
+            {"inputs": "f16 f32"},
+            ["other order of inputs: f32 f16 here, f16 f32 there"],
+        ),
+        (
+            {"inputs": "(f32) -> f16"},
+            {"inputs": "(f32) -> f32"},
+            ["results: -> f16 here, -> f32 there"],
+        ),
+        # Constants of added operations are no cause, but replaced constants can be.
+        (
+            {"operations": "add=1 while=1", "constants": "0 8"},
+            {"operations": "add=1", "constants": "0"},
+            ["operations: while=1 here, nothing there"],
+        ),
+        (
+            {"operations": "sine=1", "constants": "0.25"},
+            {"operations": "tanh=1", "constants": "0.5"},
+            ["constants: 0.25 here, 0.5 there", "operations: sine=1 here, tanh=1 there"],
+        ),
         # A change of the program is always reported.
         (
             {"program": DIGEST, "threads": "1"},
@@ -126,6 +146,24 @@ def explained(here, there):
 )
 def test_difference_is_described_in_words(here, there, sentences):
     assert explained(here, there) == sentences
+
+
+def test_same_operations_are_named_of_kinds_whose_operations_are_all_counted():
+    here = {"program": DIGEST, "operations": "add=1 tanh=1"}
+    there = {"program": OTHER, "operations": "add=1 tanh=1"}
+
+    def sentence(there, kind):
+        (difference,) = compare(here, there, kind=kind)
+        return words(difference)
+
+    changed = "the program itself changed"
+    same = (
+        f"{changed}: the same operations in another order, or with other operands, shapes, axes or "
+        "sharding"
+    )
+    assert sentence(there, ArtifactKind.JAX) == same
+    assert sentence(there, ArtifactKind.AOT_AUTOGRAD) == changed
+    assert sentence({"program": OTHER}, ArtifactKind.JAX) == changed  # of an earlier release
 
 
 def test_description_of_long_word_shows_differing_place():

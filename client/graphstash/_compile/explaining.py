@@ -234,7 +234,7 @@ def _from_disk(missed: Description, earlier: Earlier | None, failure: CacheError
     if not alike:
         return Cause(f"not explained: {why}, and no earlier run on this host compiled it")
     _, _, described, at, namespace = min(alike, key=lambda each: each[:2])
-    differences = compare(missed.parts, described.parts)
+    differences = compare(missed.parts, described.parts, kind=missed.key.kind)
     nearest = Relative(
         key=described.key,
         namespace=namespace,

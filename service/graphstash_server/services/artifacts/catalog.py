@@ -49,7 +49,8 @@ class ArtifactDetails:
 
     def differences(self, other: "ArtifactDetails") -> tuple[Difference, ...]:
         """Return the parts that differ."""
-        return compare(self.entry.parts, other.entry.parts)
+        kind = self.entry.artifact.key.key.kind
+        return compare(self.entry.parts, other.entry.parts, kind=kind)
 
 
 @dataclass(kw_only=True, eq=False)

@@ -28,6 +28,7 @@ from graphstash_schema.explanation import (
     differing,
     identity_of,
     is_of_program,
+    is_reordered,
 )
 from graphstash_server.artifact import DescribedArtifact
 from graphstash_server.db.engine import Database
@@ -217,9 +218,11 @@ def _nearest(rows: Sequence[DescribedArtifact], wanted: Description) -> tuple[Re
 
 def _tie_break(relative: Relative) -> tuple[int, float]:
     """Return the number of words in the differences, then how unlike their characters are. Among
-    inputs, one of another dtype is nearer than one of another shape and dtype.
+    inputs, one of another dtype is nearer than one of another shape and dtype, and another order is
+    nearest.
     """
-    sides = [(each.here or "", each.there or "") for each in relative.differences]
+    differences = [each for each in relative.differences if not is_reordered(each)]
+    sides = [(each.here or "", each.there or "") for each in differences]
     return (
         sum(len(here.split()) + len(there.split()) for here, there in sides),
         sum(1 - SequenceMatcher(None, here, there).quick_ratio() for here, there in sides),
@@ -235,7 +238,7 @@ def _relative(row: DescribedArtifact, wanted: Description, identity: str) -> Rel
         producer=row.producer,
         created_at=row.artifact.created_at,
         is_same_program=_is_same_program(row, identity),
-        differences=compare(wanted.parts, row.parts),
+        differences=compare(wanted.parts, row.parts, kind=key.key.kind),
     )
 
 
