@@ -6,6 +6,7 @@ command.
 
 import ipaddress
 import logging
+import shlex
 import socket
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,18 +18,24 @@ from graphstash_server.commands.running import fail
 from graphstash_server.errors import StartError
 from graphstash_server.logs import set_up_logging
 from graphstash_server.serving.open_files import within_open_files
-from graphstash_server.settings import Settings, is_loopback, load_settings, warn_of_misspelled
+from graphstash_server.settings import (
+    Settings,
+    is_loopback,
+    load_settings,
+    user_data_dir,
+    warn_of_misspelled,
+)
 
 __all__ = ["main", "serve"]
 
 _WITH_SOCKET = (
     "jobs of this user on this host find it by themselves: graphstash run -- python train.py\n"
     "other users need GRAPHSTASH_URL={url} and a token as GRAPHSTASH_TOKEN: "
-    "graphstash token create --grant write:default --description NAME"
+    "{where}graphstash token create --grant write:default --description NAME"
 )
 _WITHOUT_SOCKET = (
     "jobs need GRAPHSTASH_URL={url} and a token as GRAPHSTASH_TOKEN: "
-    "graphstash token create --grant write:default --description NAME"
+    "{where}graphstash token create --grant write:default --description NAME"
 )
 _OPEN = (
     "no authentication, which is for tests: anyone who reaches this address can run code in every "
@@ -89,6 +96,14 @@ def main() -> None:
     app()
 
 
+def _where(settings: Settings) -> str:
+    """Return the variable that commands in another shell need to find the data directory."""
+    directory = settings.data_dir.absolute()
+    if directory == user_data_dir().absolute():
+        return ""
+    return f"GRAPHSTASH_DATA_DIR={shlex.quote(str(directory))} "
+
+
 def _run(settings: Settings, listener: socket.socket, port_file: Path | None) -> None:
     from graphstash_server.serving.server import run_server
     from graphstash_server.serving.sockets import OwnSocket
@@ -112,7 +127,7 @@ def _run(settings: Settings, listener: socket.socket, port_file: Path | None) ->
             partial.rename(port_file)
         print(f"data directory: {settings.data_dir.absolute()}")
         print(f"listening on {url}")
-        print(reach.format(url=elsewhere))
+        print(reach.format(url=elsewhere, where=_where(settings)))
         print("Ctrl-C stops the server", flush=True)
 
     run = run_server if settings.workers == 1 else run_workers

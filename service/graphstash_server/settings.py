@@ -45,6 +45,7 @@ __all__ = [
     "TlsSettings",
     "is_loopback",
     "load_settings",
+    "user_data_dir",
     "warn_of_misspelled",
 ]
 
@@ -57,7 +58,8 @@ _MAX_WORKERS = 64
 _KEY_PREFIX = r"^$|^[A-Za-z0-9!_.*'()/-]+/$"
 
 
-def _user_data_dir() -> Path:
+def user_data_dir() -> Path:
+    """Return the default data directory."""
     import platformdirs
 
     return Path(platformdirs.user_data_dir("graphstash", appauthor=False))
@@ -216,7 +218,7 @@ class AccessSettings(_Group):
 class DatabaseSettings(_Group):
     """Location of the data, and database of the metadata."""
 
-    data_dir: Annotated[Path, Option()] = Field(default_factory=_user_data_dir)
+    data_dir: Annotated[Path, Option()] = Field(default_factory=user_data_dir)
     """Directory of the database and the blobs. Default: the platform's directory for user data."""
     database_url: str = ""
     """Database of the metadata: postgresql://<user>:<password>@<host>/<database> for a team,

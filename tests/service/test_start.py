@@ -89,7 +89,12 @@ def test_server_with_tokens_may_listen_beyond_loopback(start, connect):
     assert connect(server.url).http.get("/readyz").status_code == 200
     port = server.url.rpartition(":")[2]
     assert f"jobs need GRAPHSTASH_URL=http://{socket.gethostname()}:{port} " in server.log
-    assert "graphstash token create --grant write:default" in server.log
+    command = re.search(r"GRAPHSTASH_DATA_DIR=.*graphstash token create .*", server.log)[0]
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment.pop("GRAPHSTASH_DATA_DIR", None)
+    token = captured(["sh", "-c", command], env=environment).stdout.strip()
+    headers = {"Authorization": f"Bearer {token}"}
+    assert httpx.get(f"{server.url}/v1/default/artifacts", headers=headers).status_code == 200
 
 
 def test_failed_start_prints_one_line(tmp_path, refusal):
