@@ -11,11 +11,13 @@ import sys
 from functools import partial
 from pathlib import Path
 
+import httpx
 import pytest
 from reference import command_line
 
 from graphstash_schema.exit_status import MEANINGS, ExitStatus
 from support import processes
+from support.server import Server
 from support.waiting import PATIENT_VARIABLES, until
 
 graphstash = partial(processes.graphstash, COLUMNS="200", GRAPHSTASH_URL="none")
@@ -317,6 +319,17 @@ def test_status_shows_a_server_to_people_and_to_scripts(server, tmp_path):
     assert answer["local"]["size_bytes"] == 0
     result = here("prefetch", "job", "--url", server.url, **settings)
     assert (result.returncode, "remembered for job 'job'" in result.stderr) == (1, True)
+
+
+def test_status_shows_the_limit_of_the_store_and_calls_downloads_so(tmp_path):
+    with Server(tmp_path / "server", GRAPHSTASH_STORE_LIMIT_BYTES="1073741824") as server:
+        used = {"keys": [{"kind": "jax", "device_type": "cpu", "fingerprint": "a" * 64}]}
+        assert httpx.put(f"{server.url}/v1/default/manifests/job", json=used).is_success
+        settings = {"GRAPHSTASH_CACHE_DIR": tmp_path / "tier", **PATIENT_VARIABLES}
+        shown = here("status", "--url", server.url, **settings).stdout
+    assert "downloads" in shown
+    assert "hit" not in shown
+    assert re.search(r"^store: .* of at most 1(\.0)? GiB$", shown, re.MULTILINE), shown
 
 
 def all_commands():

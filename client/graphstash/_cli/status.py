@@ -29,7 +29,10 @@ __all__ = ["status"]
 def status(*, url: Url = None, namespace: NamespaceOption = None, as_json: Json = False) -> None:
     """Show whether the server answers, what it holds, and this host's local tier.
 
-    "Saved" is the compile time that all hits together avoided.
+    "Downloads" counts every artifact that the server has ever sent: also packs of small programs,
+    and prefetched artifacts that no program used. It is not the number of hits of jobs, which the
+    page of a run shows. "Found" is the share of requests that the server could answer. "Saved" is
+    the compile time that all downloads together avoided.
     """
     from graphstash._artifacts.stash import Stash  # slow to import
 
@@ -76,8 +79,14 @@ def _show_server(config: ClientConfig, server: ServerStats) -> None:
     if not server.namespaces:
         say("nothing stored yet")
         return
-    headings = ("namespace", ">artifacts", ">size", ">hits", ">hit rate", ">served", ">saved")
+    headings = ("namespace", ">artifacts", ">size", ">downloads", ">found", ">sent", ">saved")
     print_table(headings, map(_cells, server.namespaces), flexible=0)
+    if server.store_limit_bytes is not None:
+        stored = sum(
+            each.size_bytes + each.metadata_bytes + each.manifest_bytes
+            for each in server.namespaces
+        )
+        say(f"store: {format_bytes(stored)} of at most {format_bytes(server.store_limit_bytes)}")
 
 
 def _cells(row: NamespaceStats) -> tuple[str, ...]:

@@ -63,5 +63,6 @@ async def get_stats(call: Call) -> Response:
         return call.principal.may_read(where, await call.context.policies.of(where))
 
     stats = await call.context.statistics.read(may_read=may_read)
-    totals = {} if call.principal.may_see_totals else _NO_TOTALS
+    limit = {"store_limit_bytes": call.context.settings.store_limit_bytes}
+    totals = limit if call.principal.may_see_totals else _NO_TOTALS
     return json_answer(stats.model_copy(update=totals))
