@@ -131,6 +131,13 @@ class Reason(StrEnum):
 
     Find the request in the server's log.
     """
+    STORE_FULL = "store_full"
+    """The disk, the store or the namespace is full (HTTP 507). The result stays on this host, and
+    other hosts compile again.
+
+    Raise `GRAPHSTASH_STORE_LIMIT_BYTES` or the namespace's limit on the server, unpin artifacts, or
+    add disk space.
+    """
     DIGEST_MISMATCH = "digest_mismatch"
     """The downloaded bytes do not match the announced digest. They were not used.
 
@@ -291,7 +298,11 @@ class BusyError(CacheError):
         super().__init__(reason, detail)
 
 
-_REASON_OF_STATUS: Final = {401: Reason.UNAUTHENTICATED, 403: Reason.FORBIDDEN}
+_REASON_OF_STATUS: Final = {
+    401: Reason.UNAUTHENTICATED,
+    403: Reason.FORBIDDEN,
+    507: Reason.STORE_FULL,
+}
 
 
 class RefusedError(CacheError):
@@ -305,8 +316,8 @@ class RefusedError(CacheError):
     def __init__(self, detail: str, *, code: ErrorCode | None, status: int) -> None:
         self.code = code
         self.status = status
-        reason = _REASON_OF_STATUS.get(status, Reason.REFUSED)
-        super().__init__(Reason.SERVER_ERROR if status >= 500 else reason, detail)
+        other = Reason.SERVER_ERROR if status >= 500 else Reason.REFUSED
+        super().__init__(_REASON_OF_STATUS.get(status, other), detail)
 
 
 class ConflictError(RefusedError):

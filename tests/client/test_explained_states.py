@@ -13,6 +13,7 @@ from support.hostile import Answer, Middlebox
 from support.processes import graphstash_here
 from support.server import Server
 from support.signing import Team
+from support.tokens import Guarded
 from support.waiting import PATIENT, PATIENT_VARIABLES
 
 JOB = (
@@ -165,6 +166,33 @@ def test_disk_explains_misses_if_the_server_is_down(run, explain):
     assert (
         "flags: --fast here, not set there (compared with earlier runs on this host" in explanation
     )
+
+
+def test_namespace_that_the_token_does_not_cover_is_named(run, explain, tmp_path):
+    with Guarded(tmp_path / "server") as server:
+        token = server.token("write:other")
+        settings = {"url": server.url, "token": token}
+        run("a", "step", **settings)
+        explanation = explain("a", **settings)
+    assert "the token does not grant this access to the namespace" in explanation, explanation
+    assert "refused" not in explanation
+
+
+def test_full_store_is_named(run, explain):
+    with FakeServer() as server:
+        server.fail_on("put", status=507)
+        run("a", "step", url=server.url)
+        assert "1 upload failed (store_full: " in explain("a", url=server.url)
+
+
+def test_programs_compiled_without_the_server_are_not_listed_as_misses(run, explain):
+    with FakeServer() as server:
+        url = server.url
+    run("a", "step", url=url)
+    explanation = explain("a", url=url)
+    assert ": 0 hits, 0 misses, 1 compiled without the cache\n" in explanation
+    assert "1 compiled without the cache: the cache could not help (connect)" in explanation
+    assert "1 miss" not in explanation
 
 
 def test_frozen_server_is_named(run, explain):

@@ -1,6 +1,7 @@
 """The report that an exiting process sends to the server, as recorded on the wire."""
 
 import json
+import re
 import socket
 import sys
 from datetime import UTC, datetime
@@ -13,7 +14,7 @@ from graphstash._process.run_report import fitting
 from graphstash_schema.run import MAX_RUN_BYTES, MAX_RUN_MISSES, RunMiss, RunReport, RunTimes
 from support.build_job import BUILD
 from support.host import key
-from support.hostile import Middlebox
+from support.hostile import Answer, Middlebox
 from support.processes import graphstash
 from support.waiting import variables_of
 
@@ -49,6 +50,23 @@ def run(recorder, config, tmp_path):
         return graphstash(*command, check=True, **settings | variables)
 
     return run
+
+
+def test_failed_upload_is_a_fallback_neither_in_the_summary_nor_in_the_report(
+    run, recorder, monkeypatch
+):
+    ask = recorder.ask
+    full = Answer(507, {"graphstash-protocol": "1"}, b"")
+    is_upload = re.compile("/v1/.*/artifacts/").match
+    monkeypatch.setattr(
+        recorder,
+        "ask",
+        lambda each: full if each.method == "PUT" and is_upload(each.path) else ask(each),
+    )
+    ran = run("a", "1")
+    ((_, report),) = reports_in(recorder)
+    assert "0 hits, 1 miss, 0 fallbacks and 1 failure (store_full 1)" in ran.stderr
+    assert [(each.misses, each.fallbacks) for each in report.counts] == [(1, 0)]
 
 
 def test_process_reports_its_compilations_and_its_hits(run, recorder, namespace):

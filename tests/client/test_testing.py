@@ -93,6 +93,7 @@ def test_double_answers_calls_whose_bodies_it_reads_as_the_server_does(server, f
     [
         ({"status": 500}, Reason.SERVER_ERROR),
         ({"status": 503}, Reason.BUSY),
+        ({"status": 507}, Reason.STORE_FULL),
         ({"status": 403}, Reason.FORBIDDEN),
         ({"fault": "reset"}, Reason.RESET),
         ({"fault": "hang"}, Reason.TIMEOUT),

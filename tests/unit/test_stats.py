@@ -18,6 +18,13 @@ SUMMARIES = {
         saved_compile_seconds=3.14,
         saved_wall_seconds=2.0,
         fallbacks={"timeout": 2, "connect": 1},
+        uncached=3,
+    ),
+    "0 hits, 1 miss, 0 fallbacks and 1 failure (store_full 1)": Stats(
+        misses=1, fallbacks={"store_full": 1}
+    ),
+    "0 hits, 0 misses, 1 fallback and 2 other failures (connect 1, local_io 2)": Stats(
+        fallbacks={"local_io": 2, "connect": 1}, uncached=1
     ),
     "1 hit, 0 misses, 2 h 1 min of compiling saved (about 1 h 0 min of wall time); "
     "hits: 1 another rank": Stats(

@@ -4,15 +4,15 @@ import math
 import re
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from time import monotonic, time
 from typing import Final
 
 from graphstash._compile.stats import format_seconds
 from graphstash._http.client import ServerClient
-from graphstash.errors import CacheError, Reason
-from graphstash_schema import ArtifactKey, Namespace
+from graphstash.errors import CacheError, Reason, RefusedError
+from graphstash_schema import ArtifactKey, ErrorCode, Namespace
 from graphstash_schema.display import plural
 from graphstash_schema.explanation import (
     PACK_PART,
@@ -56,6 +56,7 @@ _STATES: Final[Mapping[str, str]] = {
     Reason.CONNECT: "the server was down or unreachable",
     Reason.FORBIDDEN: "the token does not grant this access to the namespace",
     Reason.NO_SERVER: "no server was configured",
+    Reason.STORE_FULL: "the store, its disk or the namespace is full",
     Reason.TIMEOUT: "the server did not answer in time",
     Reason.UNAUTHENTICATED: "the server did not accept the token",
     Reason.UNKNOWN_KEY: "it is stored, but signed by a key that this host does not trust",
@@ -82,10 +83,12 @@ class Cause:
         labels: Labels of the programs.
         keys: Keys of the programs.
         nearest: The stored artifact that is nearest to the first program, or None.
+        is_miss: Whether the cache answered that it does not have the programs.
     """
 
     text: str
     brief: str = ""
+    is_miss: bool = True
     labels: list[str] = field(default_factory=list)
     keys: list[ArtifactKey] = field(default_factory=list)
     nearest: Relative | None = None
@@ -142,7 +145,7 @@ class Explainer:
     def explain(self, description: Description, reason: str | None) -> Cause:
         """Return the cause of one miss, without its label."""
         if reason is not None:
-            return Cause(_trouble(reason))
+            return Cause(_trouble(reason), is_miss=False)
         if self._asked == _MAX_ASKED or monotonic() > self._until:
             return Cause(
                 f"not explained: a run explains at most {_MAX_ASKED} misses in {_MAX_SECONDS:g} s"
@@ -179,7 +182,7 @@ def causes_of(
     # Programs in packs last: a job has many of them, and they compile fast.
     for description, reason in sorted(misses, key=lambda miss: PACK_PART in miss[0].program):
         found = (known or {}).get(description.key) or explainer.explain(description, reason)
-        cause = causes.setdefault(found.text, Cause(found.text, found.brief, nearest=found.nearest))
+        cause = causes.setdefault(found.text, replace(found, labels=[], keys=[]))
         cause.labels.append(label_of(description))
         cause.keys.append(description.key)
     return sorted(causes.values(), key=lambda each: -len(each.labels))
@@ -222,7 +225,7 @@ def _trouble(reason: str) -> str:
 
 def _from_disk(missed: Description, earlier: Earlier | None, failure: CacheError) -> Cause:
     """Compare with what earlier runs on this host compiled."""
-    why = f"the server cannot be asked ({failure.reason})"
+    why = f"the server cannot be asked ({_reason_of(failure)})"
     if earlier is None:
         return Cause(f"not explained: {why}")
     alike = [
@@ -250,6 +253,16 @@ def _from_disk(missed: Description, earlier: Earlier | None, failure: CacheError
     return Cause(text, nearest=nearest)
 
 
+def _reason_of(failure: CacheError) -> str:
+    """Return a reason with its meaning. The server answers 404 for a namespace that the token does
+    not cover.
+    """
+    reason = failure.reason
+    if isinstance(failure, RefusedError) and failure.code is ErrorCode.NOT_FOUND:
+        reason = Reason.FORBIDDEN
+    return f"{reason}: {_STATES[reason]}" if reason in _STATES else str(reason)
+
+
 def _is_same_body(one: Description, other: Description) -> bool:
     identity = identity_of(one.program)
     return bool(identity) and identity == identity_of(other.program)
@@ -259,7 +272,9 @@ def text_of(causes: Sequence[Cause]) -> list[str]:
     """Return the causes as lines for a terminal."""
     lines = []
     for cause in causes:
-        lines.append(f"{plural(len(cause.labels), 'miss')}: {cause.text}")
+        count = len(cause.labels)
+        counted = plural(count, "miss") if cause.is_miss else f"{count} compiled without the cache"
+        lines.append(f"{counted}: {cause.text}")
         labels = list(dict.fromkeys(cause.labels))
         more = len(labels) - _SHOWN_LABELS
         shown = ", ".join(labels[:_SHOWN_LABELS]) + (f" and {more} more" if more > 0 else "")

@@ -52,6 +52,7 @@ class Stats:
         saved_compile_seconds: Sum of the compile times that publishers measured for the hits.
         saved_wall_seconds: Estimated wall time that the hits saved, see `_compile.saved_time`.
         fallbacks: Compilations and uploads without the cache's help, by reason.
+        uncached: Compilations without the cache's help.
     """
 
     hits_server: int = 0
@@ -72,6 +73,7 @@ class Stats:
     saved_compile_seconds: float = 0.0
     saved_wall_seconds: float = 0.0
     fallbacks: dict[str, int] = field(default_factory=dict)
+    uncached: int = 0
 
     @property
     def hits(self) -> int:
@@ -125,9 +127,16 @@ class Stats:
         others = {name: getattr(self, name) for name in ("published", "conflicts", "unsigned")}
         rows += [(name, f"{count}") for name, count in others.items() if count]
         if self.fallbacks:
-            reasons = ", ".join(f"{name} {n}" for name, n in sorted(self.fallbacks.items()))
-            rows.append(("fallbacks", f"{sum(self.fallbacks.values())} ({reasons})"))
+            rows.append(("fallbacks", f"{self.uncached}{self._reasons()}"))
         return rows
+
+    def _reasons(self) -> str:
+        """Return what else failed besides compilations, such as an upload, and all reasons."""
+        others = sum(self.fallbacks.values()) - self.uncached
+        reasons = ", ".join(f"{name} {n}" for name, n in sorted(self.fallbacks.items()))
+        other = "other " if self.uncached else ""
+        failed = f" and {plural(others, f'{other}failure')}" if others > 0 else ""
+        return f"{failed} ({reasons})"
 
     def summary(self) -> str:
         """Return a one-line summary.
@@ -143,8 +152,7 @@ class Stats:
         if self.published:
             parts.append(f"{self.published} published")
         if self.fallbacks:
-            reasons = ", ".join(f"{name} {n}" for name, n in sorted(self.fallbacks.items()))
-            parts.append(f"{plural(sum(self.fallbacks.values()), 'fallback')} ({reasons})")
+            parts.append(f"{plural(self.uncached, 'fallback')}{self._reasons()}")
         if self.hits:
             parts.append(
                 f"{format_seconds(self.saved_compile_seconds)} of compiling saved "
@@ -194,6 +202,7 @@ class Counters:
     def uncached(self, key: "ArtifactKey") -> None:
         """Count by kind a compilation without the cache. `fallback` counts the reason."""
         with self._lock:
+            self._sums["uncached"] += 1
             self._kind(key)["fallbacks"] += 1
 
     def compiled(self, key: "ArtifactKey", *, seconds: float) -> None:

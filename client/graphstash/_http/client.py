@@ -451,7 +451,8 @@ class ServerClient:
                 raise
             self.may_write = False
             detail = f"{error.detail}; this job publishes nothing from now on"
-            raise RefusedError(detail, code=error.code, status=error.status) from None
+            status = 403 if error.status == 404 else error.status  # counted as forbidden
+            raise RefusedError(detail, code=error.code, status=status) from None
 
     def _manifest_path(self, name: schema.ManifestName) -> str:
         return f"{API_PREFIX}/{self.config.namespace}/manifests/{name}"

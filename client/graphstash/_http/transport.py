@@ -310,7 +310,7 @@ class Transport:
                 ) from error.__cause__
             raise
         except RefusedError as error:
-            if error.reason is Reason.SERVER_ERROR:
+            if error.status >= 500:
                 self._breaker.failed()
             else:
                 self._breaker.succeeded()
