@@ -121,14 +121,14 @@ def _run(settings: Settings, listener: socket.socket, port_file: Path | None) ->
     elsewhere = _url(settings, listener, address=_name_for_others(listener))
 
     def announce() -> None:
-        if port_file is not None:
-            partial = port_file.with_name(port_file.name + ".partial")
-            partial.write_text(f"{listener.getsockname()[1]}\n")
-            partial.rename(port_file)
         print(f"data directory: {settings.data_dir.absolute()}")
         print(f"listening on {url}")
         print(reach.format(url=elsewhere, where=_where(settings)))
         print("Ctrl-C stops the server", flush=True)
+        if port_file is not None:  # last, so that the output is complete when the file exists
+            partial = port_file.with_name(port_file.name + ".partial")
+            partial.write_text(f"{listener.getsockname()[1]}\n")
+            partial.rename(port_file)
 
     run = run_server if settings.workers == 1 else run_workers
     try:

@@ -178,7 +178,7 @@ def test_number_of_live_tokens_is_limited(guarded, admin, problem, monkeypatch):
 def test_log_contains_no_token_of_a_request(start):
     server = start("--auth", "tokens", "--log-level", "debug", "--access-log")
     settings = load_settings(data_dir=server.data_dir)
-    assert "a token as GRAPHSTASH_TOKEN: graphstash token create" in server.log
+    assert "a token as GRAPHSTASH_TOKEN: GRAPHSTASH_DATA_DIR=" in server.log
     issued = issue(settings.database_url, "admin:*")
     secret = TOKEN_FORM.fullmatch(issued.token)["secret"]
     for shown in (issued.token, issued.token[:-1] + "A", f"gst_{'a' * 16}_{secret}", secret):

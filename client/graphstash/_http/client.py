@@ -451,7 +451,8 @@ class ServerClient:
                 raise
             self.may_write = False
             detail = f"{error.detail}; this job publishes nothing from now on"
-            status = 403 if error.status == 404 else error.status  # counted as forbidden
+            # Count an invisible namespace as forbidden, but not a wrong path in the URL.
+            status = 403 if error.code is schema.ErrorCode.NOT_FOUND else error.status
             raise RefusedError(detail, code=error.code, status=status) from None
 
     def _manifest_path(self, name: schema.ManifestName) -> str:
