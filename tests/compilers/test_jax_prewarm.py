@@ -1,5 +1,6 @@
 """`graphstash prewarm` with the real libtpu, on a host without a TPU."""
 
+import fcntl
 import json
 import os
 import subprocess
@@ -51,6 +52,16 @@ def test_a_train_step_is_compiled_for_a_tpu_and_published(first, server):
     answer = httpx.get(f"{server.url}/v1/jax-prewarm/artifacts/{first['key']}", timeout=10)
     assert answer.status_code == 200
     assert len(answer.content) == first["size_bytes"]
+
+
+def test_another_process_may_have_loaded_libtpu(first, options, tmp_path):
+    words, _ = options
+    lock_file = Path("/tmp/libtpu_lockfile")
+    with lock_file.open("w") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        result = prewarm(*words, STEP, GRAPHSTASH_CACHE_DIR=str(tmp_path))
+        lock_file.unlink()  # a file of this user would stop libtpu of other users
+    assert result.returncode == 0, result.stderr
 
 
 def test_second_run_finds_the_program_and_compiles_nothing(first, options, server, tmp_path):

@@ -267,7 +267,7 @@ def collective(*, rank: int, size: int, port: int) -> dict[str, Any]:
 
 def ahead_of_time() -> str:
     """Compile a tiny program for an absent TPU, in the environment `jax-newest`."""
-    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     topology = topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2")
     sharding = SingleDeviceSharding(topology.devices[0])
     x = jax.ShapeDtypeStruct((8, 128), jnp.float32, sharding=sharding)
@@ -288,7 +288,7 @@ def prewarmed_by_hand() -> dict[str, Any]:
     """Compile `abstract_step` for a TPU as a user does, and return the key that JAX logs."""
     from support.jax_prewarm_job import abstract_step
 
-    os.environ["TPU_SKIP_MDS_QUERY"] = "1"
+    os.environ |= {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     logged, logger = _Lines(), logging.getLogger("jax._src.cache_key")
     logger.addHandler(logged)
     logger.setLevel(logging.DEBUG)

@@ -201,6 +201,9 @@ def _devices(platform: str, topology: str) -> list[Any]:
     # Otherwise libtpu asks the cloud's metadata server for the hardware, which takes minutes on a
     # host outside a cloud.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    # Otherwise libtpu fails if another process has loaded it, such as a job on the chip of this
+    # host. Compiling for a topology uses no chip.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     try:
         return list(topologies.get_topology_desc(topology, platform).devices)
     except (NotImplementedError, RuntimeError, ValueError) as error:
