@@ -41,6 +41,11 @@ class NamespaceStats(WireModel):
         description="artifacts that are stored but not served until an administrator decides",
     )
 
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that count against limits."""
+        return self.size_bytes + self.metadata_bytes + self.manifest_bytes
+
 
 class ServerStats(WireModel):
     """Statistics of one server. The numbers from `leases_held` to `reads` are 0 or empty for

@@ -58,7 +58,7 @@ def save(config, tmp_path):
         folder = tmp_path / "a" / "records" / run
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         (folder / "lock").touch()
-        run_record.save(config("a"), Stats(), [], run=run, started_at=time.time(), uncached=0)
+        run_record.save(config("a"), Stats(), [], run=run, started_at=time.time())
 
     return save
 

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 from graphstash._compile.stats import Counters, Stats
 from graphstash.errors import Reason
+from graphstash_schema import ArtifactKey
 from support.processes import python
 
 SUMMARIES = {
@@ -44,9 +45,11 @@ def test_counters_add_up_and_report_the_first_fallback_of_a_reason():
     counters.add(hits_host=2)
     assert counters.fallback(Reason.RESET)
     assert not counters.fallback(Reason.RESET)
+    for kind in ("jax", "triton"):
+        counters.uncached(ArtifactKey.parse(kind, "cpu", "a" * 64))
     snapshot = counters.snapshot()
     assert (snapshot.hits_host, snapshot.wait_seconds) == (3, 1.5)
-    assert snapshot.fallbacks == {"reset": 2}
+    assert (snapshot.fallbacks, snapshot.uncached) == ({"reset": 2}, 2)
 
 
 def test_notebook_table_escapes_all_text():

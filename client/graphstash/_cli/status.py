@@ -82,10 +82,7 @@ def _show_server(config: ClientConfig, server: ServerStats) -> None:
     headings = ("namespace", ">artifacts", ">size", ">downloads", ">found", ">sent", ">saved")
     print_table(headings, map(_cells, server.namespaces), flexible=0)
     if server.store_limit_bytes is not None:
-        stored = sum(
-            each.size_bytes + each.metadata_bytes + each.manifest_bytes
-            for each in server.namespaces
-        )
+        stored = sum(each.stored_bytes for each in server.namespaces)
         say(f"store: {format_bytes(stored)} of at most {format_bytes(server.store_limit_bytes)}")
 
 

@@ -202,7 +202,6 @@ class Counters:
     def uncached(self, key: "ArtifactKey") -> None:
         """Count by kind a compilation without the cache. `fallback` counts the reason."""
         with self._lock:
-            self._sums["uncached"] += 1
             self._kind(key)["fallbacks"] += 1
 
     def compiled(self, key: "ArtifactKey", *, seconds: float) -> None:
@@ -230,12 +229,8 @@ class Counters:
             sums: dict[str, float] = dict(self._sums)
             fallbacks = dict(self._fallbacks)
             sums["saved_wall_seconds"] = self._saved.wall_seconds
+            sums["uncached"] = sum(counts["fallbacks"] for counts in self._by_kind.values())
         return dataclasses.replace(Stats(fallbacks=fallbacks), **sums)  # type: ignore[arg-type] # fields by name
-
-    def uncached_total(self) -> int:
-        """Return the number of compilations without the cache."""
-        with self._lock:
-            return int(sum(counts["fallbacks"] for counts in self._by_kind.values()))
 
     def by_kind(self) -> Mapping[tuple[str, str], Mapping[str, float]]:
         """Return the fields of `RunCounts` (hits, misses, ...) by kind and device type."""

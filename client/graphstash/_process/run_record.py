@@ -69,7 +69,6 @@ def save(
     *,
     run: str,
     started_at: float,
-    uncached: int,
     notes: Sequence[str] = (),
 ) -> None:
     """Write the record of this process. Then try to remove runs that are not among the twenty
@@ -85,7 +84,7 @@ def save(
         "namespace": config.namespace,
         "started_at": started_at,
         "stats": asdict(stats),
-        "uncached": uncached,
+        "uncached": stats.uncached,
         "misses": [
             (
                 each.description.model_dump(mode="json"),

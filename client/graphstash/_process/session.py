@@ -465,7 +465,6 @@ class Session:
                     misses,
                     run=self.run,
                     started_at=self._started_at,
-                    uncached=self._counters.uncached_total(),
                     notes=notes,
                 )
             except (OSError, ValueError) as error:

@@ -324,7 +324,7 @@ async def _space(
     visitor: Visitor, stats: Sequence[NamespaceStats], *, is_whole: bool
 ) -> dict[str, Any]:
     """Return used bytes and limits of namespaces, and of the store for permitted visitors."""
-    used = [each.size_bytes + each.metadata_bytes + each.manifest_bytes for each in stats]
+    used = [each.stored_bytes for each in stats]
     budgets = await visitor.context.space.of_namespaces([each.namespace for each in stats])
     rows = sorted(map(SpaceRow, stats, used, budgets), key=lambda row: -row.used_bytes)
     is_store = is_whole and visitor.may_see_server

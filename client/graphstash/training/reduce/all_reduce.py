@@ -258,7 +258,9 @@ class BlockSparseAllReduce:
 
 
 def _require_added(flat: Tensor, wire_dtype: torch.dtype | None) -> None:
-    """Reject types that not every process group adds: it would depend on the density."""
+    """Reject types that not every process group adds. A gather adds them, a ring does not, and the
+    density decides between the two.
+    """
     require_floats(flat, wire_dtype)
     if flat.dtype in _NOT_ADDED:
         raise ConfigError(f"process groups do not add {flat.dtype}: convert it to torch.int64")

@@ -451,10 +451,7 @@ class UploadService:
                     await self.blobs.put(
                         upload.digest, self.allocator.admitted_chunks(allocation, received)
                     )
-                kept = held.pop_all()
-                committing = self._in_background(self._commit(upload, kept))
-                # A task that is cancelled before its first step runs no code, so no `with` either.
-                committing.add_done_callback(lambda _: kept.close())
+                committing = self._in_background(self._commit(upload, held.pop_all()))
         except BaseException as error:
             if is_unused:
                 await self._drop_blob(upload.digest)
