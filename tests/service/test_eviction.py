@@ -448,6 +448,25 @@ async def test_upload_unmarks_its_blob_which_is_deleted_if_the_upload_fails(open
         assert await store.has(0)
 
 
+async def test_upload_cancelled_before_its_commit_begins_holds_nothing(opened, monkeypatch):
+    async with opened() as store:
+        uploads, digest = store.context.uploads, Digest.of(b"x")
+        start = uploads._in_background
+
+        def start_cancelled(work):
+            task = start(work)
+            task.cancel()
+            return task
+
+        with monkeypatch.context() as patch:
+            patch.setattr(uploads, "_in_background", start_cancelled)
+            with pytest.raises(asyncio.CancelledError):
+                await uploads.publish(upload_of(key_of(7), b"x"), as_chunks(b"x"))
+        assert [*store.blobs.blobs] == [digest.sha256]
+        await uploads.collector.collect_all([digest])
+        assert store.blobs.blobs == {}
+
+
 async def test_dry_run_names_exactly_the_artifacts_that_a_run_evicts(opened):
     limits = {"store_limit_bytes": 200_000, "namespace_limits": {"ci": 50_000}}
     async with opened(**limits) as store:
