@@ -15,14 +15,13 @@ __all__ = ["files_below", "find_discrepancies", "read_everything"]
 _TIER_SLACK = 1.25
 """Each process counts for itself between two looks at the directory, see `TierBudget`."""
 
-
 _BUSY_SECONDS = 60.0
-"""How long a server may answer 503 before an artifact counts as lost."""
+"""Seconds after which an artifact counts as lost if the server still answers 503."""
 
 
 def read_everything(cluster: Cluster, known: dict[int, str]) -> list[str]:
-    """Reads every known artifact through a server and says what is wrong. Prints the number of
-    answers by status.
+    """Read every known artifact through a server, and return what is wrong. Print how many answers
+    had each status.
     """
     wrong = []
     seen: Counter[int] = Counter()
@@ -46,7 +45,7 @@ def read_everything(cluster: Cluster, known: dict[int, str]) -> list[str]:
 
 
 def find_discrepancies(cluster: Cluster) -> list[str]:
-    """After a `graphstash gc`, with no upload under way."""
+    """Return what is wrong. Call this after a `graphstash gc`, while nobody uploads."""
     rows = {
         row["sha256"]: row["size_bytes"]
         for row in cluster.query("SELECT DISTINCT sha256, size_bytes FROM artifacts")
@@ -89,7 +88,7 @@ def _miscounted(cluster):
 
 
 def _left_over(cluster):
-    """What only a transfer under way may have."""
+    """Return the files that only a running transfer may have."""
     wrong = []
     for data_dir in cluster.data_dirs:
         for part in ("spool", "tier/tmp", "blobs/tmp"):

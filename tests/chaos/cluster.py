@@ -57,7 +57,7 @@ class Command:
         return self._process.poll() is not None
 
     def wait(self):
-        """Exit code and everything that was printed."""
+        """Return the exit code, and everything that the command has printed."""
         said, _ = self._process.communicate(timeout=300)
         if self._timer is not None:
             self._timer.cancel()
@@ -87,7 +87,7 @@ class _RunningS3(AnyS3):
 
 
 def _open_s3(which: str, directory: Path) -> AbstractContextManager[AnyS3]:
-    """The one that is meant by `moto`, `swift` or a URL; `directory` takes the files of Swift."""
+    """Return the S3 server that `which` names. Swift keeps its files in `directory`."""
     if which == "moto":
         return Moto()
     if which == "swift":
@@ -162,13 +162,13 @@ class Cluster:
         self._stack.__exit__(*failure)  # `close` would hide the failure behind one of its own
 
     def query(self, statement):
-        """Rows of the servers' database."""
+        """Return rows of the servers' database."""
         database = self._environment["GRAPHSTASH_DATABASE_URL"].rpartition("/")[2]
         return self.postgres.execute(statement, database)
 
     @property
     def log(self):
-        """What the servers said."""
+        """Return the output of the servers."""
         return "".join(log.read_text(errors="replace") for log in self._logs)
 
     @property
@@ -176,16 +176,16 @@ class Cluster:
         return [path.with_name(f"{path.name}.log") for path in self.data_dirs]
 
     def url(self, number):
-        """Of a server, or of the other one while it is known to be down, as a balancer chooses."""
+        """Return the address of a server, or of the other server while that one is down."""
         return self.servers[1 - number if number == self._down else number].url
 
     def has_flipped_since(self, moment):
-        """Whether the S3 proxy flipped a bit after a time of the monotonic clock."""
+        """Return whether the S3 proxy has flipped a bit since a time of the monotonic clock."""
         return self.proxy is not None and self.proxy.flipped_at > moment
 
     def restart(self, number, *, is_killed):
-        """Ends a server, by SIGKILL with its workers or by SIGTERM. It is started again in the
-        background, as often as it takes: while the database or the bucket is down, none starts.
+        """End a server, by SIGKILL with its workers or by SIGTERM. Then try to start it in the
+        background until it serves: no server starts while the database or the bucket is down.
         """
         self.wait_for_starts()
         if is_killed:
@@ -196,7 +196,7 @@ class Cluster:
         self._starting = self._starters.submit(self._start_until_it_serves, number)
 
     def wait_for_starts(self):
-        """Returns when every server has started, or raises what kept one from it."""
+        """Wait until every server has started. Raise AssertionError if one does not start."""
         if self._starting is not None:
             starting, self._starting = self._starting, None
             starting.result()
