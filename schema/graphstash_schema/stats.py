@@ -70,9 +70,8 @@ class ServerStats(WireModel):
         description="GETs and HEADs of artifacts that this process received: `fast`, or why the "
         "fast path could not answer them (`caller`, `headers`, `redirect`)",
     )
-    store_limit_bytes: int | None = Field(
+    store_limit_bytes: Count | None = Field(
         default=None,
-        ge=1,
         description="limit for all that is stored; null if there is none, or for callers without a "
         "grant on the pattern `*`",
     )

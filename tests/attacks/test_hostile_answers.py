@@ -257,8 +257,13 @@ def test_status_prints_no_escape_sequence_of_a_server(middlebox, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "number"),
-    [("size_bytes", "1" + "0" * 400), ("saved_seconds", "Infinity"), ("uptime_seconds", "1e999")],
-    ids=["larger than a float", "infinity", "exponent"],
+    [
+        ("size_bytes", "1" + "0" * 400),
+        ("store_limit_bytes", "1" + "0" * 400),
+        ("saved_seconds", "Infinity"),
+        ("uptime_seconds", "1e999"),
+    ],
+    ids=["larger than a float", "limit larger than a float", "infinity", "exponent"],
 )
 def test_status_survives_numbers_that_no_float_holds(middlebox, tmp_path, name, number):
     body = _statistics({name: "?"}, **{name: "?"}).replace('"?"', number)
