@@ -6,7 +6,6 @@ Python prints the exception and continues, so the job would ignore the signal.
 
 import _thread
 import ctypes
-import signal
 import sys
 import threading
 import time
@@ -17,24 +16,57 @@ __all__ = ["raise_after"]
 
 _POLL_SECONDS: Final = 0.01
 
+_pending: set["_Pending"] = set()
+"""Keeps the arguments of pending calls alive."""
+
 
 def raise_after(frame: FrameType, interrupt: BaseException) -> None:
-    """Raise an exception in this thread as soon as it has left `frame`."""
-    # `Thread.start` waits for the thread to begin, and a second signal could interrupt the wait.
-    _thread.start_new_thread(_raise_in, (threading.get_ident(), frame, interrupt))
+    """Raise an exception in this thread as soon as it has left `frame`.
+
+    The main thread raises it where Python would raise a signal handler's: in the line that called
+    the C code. Later would be too late, because JAX drops every exception of some other lines.
+    """
+    if threading.get_ident() != threading.main_thread().ident or not _Pending(frame, interrupt).add():
+        # `Thread.start` waits for the thread to begin, and a second signal could interrupt the wait.
+        _thread.start_new_thread(_raise_in, (threading.get_ident(), frame, interrupt))
+
+
+class _Pending:
+    """A pending call of the main thread, which Python makes between two bytecodes.
+
+    A pending call is a C function with one argument. This one is `PyObject_IsTrue`, which calls
+    `__bool__`, and whose error Python raises. A callback of `ctypes` could not raise.
+    """
+
+    _FUNCTION: Final = ctypes.cast(ctypes.pythonapi.PyObject_IsTrue, ctypes.c_void_p)
+
+    def __init__(self, frame: FrameType, interrupt: BaseException) -> None:
+        self._frame = frame
+        self._interrupt = interrupt
+
+    def add(self) -> bool:
+        """Return whether Python's queue of pending calls has room for this one."""
+        _pending.add(self)
+        if ctypes.pythonapi.Py_AddPendingCall(self._FUNCTION, ctypes.py_object(self)) == 0:
+            return True
+        _pending.discard(self)
+        return False
+
+    def __bool__(self) -> bool:
+        """Raise the exception, or return False if the thread is still in the frame."""
+        _pending.discard(self)
+        if not _is_in(threading.get_ident(), self._frame):
+            raise self._interrupt
+        raise_after(self._frame, self._interrupt)
+        return False
 
 
 def _raise_in(thread: int, frame: FrameType, interrupt: BaseException) -> None:
     time.sleep(_POLL_SECONDS)
     while _is_in(thread, frame):
         time.sleep(_POLL_SECONDS)
-    is_ctrl_c = isinstance(interrupt, KeyboardInterrupt)
-    if is_ctrl_c and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.pthread_kill(thread, signal.SIGINT)  # a signal also interrupts a wait for a lock
-    else:
-        # A custom handler has run once and may have side effects, so raise without a second signal.
-        again = ctypes.py_object(_raisable_copy(interrupt))
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), again)
+    again = ctypes.py_object(_raisable_copy(interrupt))
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), again)
 
 
 def _is_in(thread: int, frame: FrameType) -> bool:

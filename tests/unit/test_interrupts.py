@@ -1,0 +1,82 @@
+"""An exception that Python would drop in a callback of C code is raised after the callback."""
+
+import ctypes
+import sys
+import threading
+
+import pytest
+
+from graphstash._interrupts import raise_after
+from support.waiting import until
+
+
+class Stopped(Exception):
+    """Raised by the job's own signal handler."""
+
+
+def call_back(function):
+    """Call a function from C code."""
+    ctypes.PYFUNCTYPE(None)(function)()
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt(), Stopped("by the scheduler", 15)])
+def test_exception_is_raised_where_the_c_code_returns(raised):
+    """JAX calls its compiler and then drops all exceptions of the next lines."""
+    went_on = threading.Event()
+
+    def compile_and_go_on():
+        call_back(lambda: raise_after(sys._getframe(), raised))
+        went_on.set()
+
+    with pytest.raises(type(raised)) as error:
+        compile_and_go_on()
+    assert error.value.args == raised.args
+    assert not went_on.is_set()
+
+
+def test_exception_waits_until_its_frame_is_left():
+    steps = []
+
+    def callback():
+        frame = sys._getframe()
+        call_back(lambda: raise_after(frame, KeyboardInterrupt()))
+        steps.extend(step for step in range(1000))
+
+    with pytest.raises(KeyboardInterrupt):
+        call_back(callback)
+    assert len(steps) == 1000
+
+
+def test_exceptions_of_two_frames_are_both_raised():
+    raised = []
+
+    def inner():
+        raise_after(sys._getframe(), Stopped("first"))
+
+    def outer():
+        raise_after(sys._getframe(), KeyboardInterrupt())
+        try:
+            call_back(inner)
+        except Stopped as error:
+            raised.append(error)
+
+    with pytest.raises(KeyboardInterrupt):
+        call_back(outer)
+    assert [error.args for error in raised] == [("first",)]
+
+
+def test_exception_of_another_thread_is_raised_in_that_thread():
+    """Ray and debuggers raise exceptions in threads."""
+    raised = []
+
+    def work():
+        try:
+            call_back(lambda: raise_after(sys._getframe(), Stopped()))
+            until(lambda: False)
+        except Stopped as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert len(raised) == 1
