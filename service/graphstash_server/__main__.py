@@ -121,10 +121,13 @@ def _run(settings: Settings, listener: socket.socket, port_file: Path | None) ->
     elsewhere = _url(settings, listener, address=_name_for_others(listener))
 
     def announce() -> None:
-        print(f"data directory: {settings.data_dir.absolute()}")
-        print(f"listening on {url}")
-        print(reach.format(url=elsewhere, where=_where(settings)))
-        print("Ctrl-C stops the server", flush=True)
+        lines = (
+            f"data directory: {settings.data_dir.absolute()}",
+            f"listening on {url}",
+            reach.format(url=elsewhere, where=_where(settings)),
+            "Ctrl-C stops the server",
+        )
+        print("\n".join(lines), flush=True)  # at once, for readers that wait for the URL
         if port_file is not None:  # last, so that the output is complete when the file exists
             partial = port_file.with_name(port_file.name + ".partial")
             partial.write_text(f"{listener.getsockname()[1]}\n")
