@@ -26,9 +26,11 @@ def raise_after(frame: FrameType, interrupt: BaseException) -> None:
     The main thread raises it where Python would raise a signal handler's: in the line that called
     the C code. Later would be too late, because JAX drops every exception of some other lines.
     """
-    if threading.get_ident() != threading.main_thread().ident or not _Pending(frame, interrupt).add():
-        # `Thread.start` waits for the thread to begin, and a second signal could interrupt the wait.
-        _thread.start_new_thread(_raise_in, (threading.get_ident(), frame, interrupt))
+    thread = threading.get_ident()
+    is_main = thread == threading.main_thread().ident
+    if not (is_main and _Pending(frame, interrupt).add()):
+        # `Thread.start` waits for the thread to begin, and a second signal could interrupt it.
+        _thread.start_new_thread(_raise_in, (thread, frame, interrupt))
 
 
 class _Pending:

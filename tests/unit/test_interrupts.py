@@ -10,7 +10,7 @@ from graphstash._interrupts import raise_after
 from support.waiting import until
 
 
-class Stopped(Exception):
+class StoppedError(Exception):
     """Raised by the job's own signal handler."""
 
 
@@ -19,7 +19,7 @@ def call_back(function):
     ctypes.PYFUNCTYPE(None)(function)()
 
 
-@pytest.mark.parametrize("raised", [KeyboardInterrupt(), Stopped("by the scheduler", 15)])
+@pytest.mark.parametrize("raised", [KeyboardInterrupt(), StoppedError("by the scheduler", 15)])
 def test_exception_is_raised_where_the_c_code_returns(raised):
     """JAX calls its compiler and then drops all exceptions of the next lines."""
     went_on = threading.Event()
@@ -51,13 +51,13 @@ def test_exceptions_of_two_frames_are_both_raised():
     raised = []
 
     def inner():
-        raise_after(sys._getframe(), Stopped("first"))
+        raise_after(sys._getframe(), StoppedError("first"))
 
     def outer():
         raise_after(sys._getframe(), KeyboardInterrupt())
         try:
             call_back(inner)
-        except Stopped as error:
+        except StoppedError as error:
             raised.append(error)
 
     with pytest.raises(KeyboardInterrupt):
@@ -71,9 +71,9 @@ def test_exception_of_another_thread_is_raised_in_that_thread():
 
     def work():
         try:
-            call_back(lambda: raise_after(sys._getframe(), Stopped()))
+            call_back(lambda: raise_after(sys._getframe(), StoppedError()))
             until(lambda: False)
-        except Stopped as error:
+        except StoppedError as error:
             raised.append(error)
 
     thread = threading.Thread(target=work)

@@ -109,7 +109,9 @@ def rank(*, number: int, size: int, store: str) -> dict[str, Any]:
     A matrix product needs no generated kernel, and therefore no C++ compiler.
     """
     import graphstash
+    from support.late_ranks import wait_for_late_ranks
 
+    wait_for_late_ranks()
     distributed.init_process_group("gloo", init_method=store, rank=number, world_size=size)
     torch.manual_seed(0)
     torch.set_num_threads(1)

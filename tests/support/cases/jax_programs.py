@@ -244,7 +244,9 @@ def training_in_children(*, count: int) -> list[Any]:
 def collective(*, rank: int, size: int, port: int) -> dict[str, Any]:
     """Compile a program and an array that span all processes of a job."""
     import graphstash
+    from support.late_ranks import wait_for_late_ranks
 
+    wait_for_late_ranks()
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(f"127.0.0.1:{port}", size, rank)
     compiled = note_compiles()

@@ -1,0 +1,13 @@
+"""Keep the tests of ranks independent of the time at which each rank compiles."""
+
+from graphstash._compile import ranks
+
+__all__ = ["wait_for_late_ranks"]
+
+
+def wait_for_late_ranks() -> None:
+    """Let a rank of this process that cannot reach the cache wait a minute for the next leader.
+
+    After its usual second, it compiles. On a busy machine, ranks come further apart.
+    """
+    setattr(ranks, "_PASS_SECONDS", 60.0)  # noqa: B010 - mypy refuses the assignment
