@@ -157,17 +157,22 @@ def test_workers_share_one_port_and_the_rate_of_a_namespace(start, connect, tmp_
     assert "Traceback" not in server.log
 
 
-def test_server_that_has_no_free_descriptor_restarts_a_killed_worker_later(start):
+def test_server_that_has_no_free_descriptor_restarts_killed_workers_later(start):
     server = start("--workers", "2")
     limits = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
     resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (0, limits[1]))
+    one, other = server.workers
 
-    server.kill_worker(min(server.workers))
-
+    server.kill_worker(one)
     until(lambda: "cannot start a worker (Too many open files); will retry" in server.log)
     assert "ok" in asked(server)
+
+    server.kill_worker(other)
+    with socket.create_connection(("127.0.0.1", server.port)):
+        # It cannot be accepted and so stays ready: the server pauses between its attempts.
+        until(lambda: "cannot close new connections (Too many open files)" in server.log)
     resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, limits)
-    until(lambda: serving(server) == 3)
+    until(lambda: serving(server) == 4)
 
 
 def test_rolling_restart_fails_no_request_and_killed_worker_only_its_own(start, tmp_path):

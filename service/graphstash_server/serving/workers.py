@@ -136,7 +136,7 @@ class _Supervisor:
                 if isinstance(key.data, _Worker):
                     self._handle_ready(key.data)
                 elif isinstance(key.data, socket.socket):
-                    _turn_away(key.data)
+                    self._turn_away(key.data)
             self._take_signals()
             self._reap()
         return not self._has_failed
@@ -188,6 +188,17 @@ class _Supervisor:
                 self._selector.register(listener, selectors.EVENT_READ, listener)
             else:
                 self._selector.unregister(listener)
+
+    def _turn_away(self, listener: socket.socket) -> None:
+        """Accept and close a connection, because no worker would accept it."""
+        try:
+            listener.accept()[0].close()
+        except (BlockingIOError, ConnectionError):
+            pass  # the client closed it first
+        except OSError as error:  # the connection stays, so without a pause this would repeat
+            _LOGGER.warning("cannot close new connections (%s); will retry", error.strerror)
+            self._set_turning_away(False)
+            self._turn_away_at = monotonic() + _UNSERVED_SECONDS
 
     def _rest_seconds(self, now: float) -> float | None:
         """Return the seconds until the next action is due, or None."""
@@ -336,12 +347,6 @@ class _Supervisor:
             )
         finally:
             os._exit(1)
-
-
-def _turn_away(listener: socket.socket) -> None:
-    """Accept and close a connection, because no worker would accept it."""
-    with suppress(OSError):
-        listener.accept()[0].close()
 
 
 def _pause_seconds(worker: _Worker) -> float:
