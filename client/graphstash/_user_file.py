@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from graphstash._regular_file import open_regular
 from graphstash._replacing import replacing
 
 __all__ = ["STORED_SETTINGS", "UserFile", "read_user_file", "user_file_path", "write_user_file"]
@@ -72,12 +73,9 @@ def write_user_file(path: Path, values: Mapping[str, str]) -> None:
 
 
 def _read_own(path: Path) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe must not block
-    with os.fdopen(descriptor, "rb") as file:
-        status = os.fstat(descriptor)
+    with open_regular(path) as file:
+        status = os.fstat(file.fileno())
         mode = stat.S_IMODE(status.st_mode)
-        if not stat.S_ISREG(status.st_mode):
-            raise PermissionError("it is not a regular file")
         if status.st_uid != os.geteuid():
             raise PermissionError(f"it belongs to another user (uid {status.st_uid})")
         if mode & 0o077:

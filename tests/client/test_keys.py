@@ -66,6 +66,13 @@ def test_key_readable_by_others_is_refused_but_for_one_that_root_shares_with_a_g
         SigningKey.load(path)
 
 
+def test_pipe_in_place_of_a_key_is_refused_without_waiting_for_a_writer(tmp_path):
+    path = tmp_path / "key.pem"
+    os.mkfifo(path, 0o600)
+    with pytest.raises(ConfigError, match=f"signing key {path}: not a regular file"):
+        SigningKey.load(path)
+
+
 def test_file_that_is_no_private_key_is_refused_without_prompt(tmp_path):
     path, password = tmp_path / "key.pem", BestAvailableEncryption(b"secret")
     form = (Encoding.PEM, PrivateFormat.PKCS8)

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 from typing import Final
 
+from graphstash._regular_file import open_regular
 from graphstash.errors import ConfigError
 
 __all__ = ["read_private"]
@@ -18,7 +19,7 @@ def read_private(path: Path, what: str) -> bytes:
         ConfigError: the file cannot be read, or its mode lets too many users access it.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             status = os.fstat(file.fileno())
             content = file.read(_MAX_BYTES)
     except OSError as error:
@@ -27,6 +28,6 @@ def read_private(path: Path, what: str) -> bytes:
     # Clusters pass secrets to a container's user in files of root that a group can read.
     if mode & (0o037 if status.st_uid == 0 else 0o077):
         raise ConfigError(
-            f"{what} {path}: others may use it, too (mode {mode:o}): chmod 600 {path}"
+            f"{what} {path}: other users may use it (mode {mode:o}): chmod 600 {path}"
         )
     return content

@@ -13,13 +13,13 @@ unsigned. The HMAC's secret stays in the local tier (`LocalTier.secret`).
 import hashlib
 import hmac
 import os
-import stat
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
 import graphstash_schema as schema
+from graphstash._regular_file import open_regular
 from graphstash_schema import ArtifactKey, Digest, DigestHasher, Namespace
 
 if TYPE_CHECKING:
@@ -127,14 +127,12 @@ def open_ours(path: Path | str, *, directory: int | None = None) -> IO[bytes]:
         OSError: the file is absent, not a regular file, owned by a user other than this one and
             root, or writable by group or others.
     """
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    file = os.fdopen(os.open(path, flags, dir_fd=directory), "rb")
+    file = open_regular(path, directory=directory, follow_link=False)
     status = os.fstat(file.fileno())
-    is_private = status.st_uid in (0, os.geteuid()) and not status.st_mode & 0o022
-    if stat.S_ISREG(status.st_mode) and is_private:
+    if status.st_uid in (0, os.geteuid()) and not status.st_mode & 0o022:
         return file
     file.close()
-    raise PermissionError(f"{path} is no regular file that only this user can change")
+    raise PermissionError(f"{path} can be changed by another user")
 
 
 def digest_of(file: IO[bytes], size_bytes: int) -> Digest:
