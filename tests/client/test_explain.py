@@ -126,7 +126,7 @@ def test_unshareable_program_is_named_with_its_cause_by_run_explain_and_doctor(
     ended = graphstash(*command, **variables)
     assert ended.returncode == STATUS_NO_CACHE
     cause = "unshareable: SIZES of scale: a set of other values"
-    line = f"1 compiled without the cache: the cache could not help ({cause})"
+    line = f"1 compiled: the cache could not help ({cause})"
     assert f"graphstash: {line}" in ended.stderr
     assert f"{line}\n    scale\n" in explain("host").stdout
     assert f"1 program {cause}" in graphstash_here("doctor", **variables).stdout
@@ -136,7 +136,7 @@ def test_explanation_without_server_names_the_reason_and_a_hostile_label_in_one_
     alone = run("alone", {"step\x1b]0;owned\x07": {}}, url="http://127.0.0.1:9")
     cause = "the cache could not help (connect): the server was down or unreachable"
     assert lines_of(alone)[-2:] == [
-        f"1 compiled without the cache: {cause}",
+        f"1 compiled: {cause}",
         "    jit(step ]0;owned )",
     ]
     asked = explain("alone", GRAPHSTASH_URL="http://127.0.0.1:9")

@@ -273,7 +273,7 @@ def text_of(causes: Sequence[Cause]) -> list[str]:
     lines = []
     for cause in causes:
         count = len(cause.labels)
-        counted = plural(count, "miss") if cause.is_miss else f"{count} compiled without the cache"
+        counted = plural(count, "miss") if cause.is_miss else f"{count} compiled"
         lines.append(f"{counted}: {cause.text}")
         labels = list(dict.fromkeys(cause.labels))
         more = len(labels) - _SHOWN_LABELS
