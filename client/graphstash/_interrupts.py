@@ -6,6 +6,7 @@ Python prints the exception and continues, so the job would ignore the signal.
 
 import _thread
 import ctypes
+import os
 import sys
 import threading
 import time
@@ -21,16 +22,17 @@ _pending: set["_Pending"] = set()
 
 
 def raise_after(frame: FrameType, interrupt: BaseException) -> None:
-    """Raise an exception in this thread as soon as it has left `frame`.
+    """Raise an exception in this thread as soon as it has left `frame`, the outermost frame of a
+    callback.
 
     The main thread raises it where Python would raise a signal handler's: in the line that called
     the C code. Later would be too late, because JAX drops every exception of some other lines.
     """
     thread = threading.get_ident()
-    is_main = thread == threading.main_thread().ident
-    if not (is_main and _Pending(frame, interrupt).add()):
-        # `Thread.start` waits for the thread to begin, and a second signal could interrupt it.
-        _thread.start_new_thread(_raise_in, (thread, frame, interrupt))
+    if thread == threading.main_thread().ident and frame.f_back is not None:
+        _Pending(frame, frame.f_back, interrupt).add()
+    else:
+        _raise_soon(thread, frame, interrupt)
 
 
 class _Pending:
@@ -42,25 +44,44 @@ class _Pending:
 
     _FUNCTION: Final = ctypes.cast(ctypes.pythonapi.PyObject_IsTrue, ctypes.c_void_p)
 
-    def __init__(self, frame: FrameType, interrupt: BaseException) -> None:
+    def __init__(self, frame: FrameType, caller: FrameType, interrupt: BaseException) -> None:
         self._frame = frame
+        self._caller = caller
+        self._instruction = caller.f_lasti
         self._interrupt = interrupt
+        self._process = os.getpid()
 
-    def add(self) -> bool:
-        """Return whether Python's queue of pending calls has room for this one."""
+    def add(self) -> None:
+        """Queue the call. If Python's queue is full, raise the exception from another thread."""
         _pending.add(self)
-        if ctypes.pythonapi.Py_AddPendingCall(self._FUNCTION, ctypes.py_object(self)) == 0:
-            return True
-        _pending.discard(self)
-        return False
+        if ctypes.pythonapi.Py_AddPendingCall(self._FUNCTION, ctypes.py_object(self)) != 0:
+            _pending.discard(self)
+            _raise_soon(threading.get_ident(), self._frame, self._interrupt)
 
     def __bool__(self) -> bool:
-        """Raise the exception, or return False if the thread is still in the frame."""
+        """Raise the exception, or return False if the C code has not returned to its caller."""
         _pending.discard(self)
-        if not _is_in(threading.get_ident(), self._frame):
+        if os.getpid() != self._process:
+            return False  # another thread has forked, and the child has a copy of the queue
+        if self._has_returned(sys._getframe(1)):  # noqa: SLF001 - documented
             raise self._interrupt
-        raise_after(self._frame, self._interrupt)
+        self.add()
         return False
+
+    def _has_returned(self, now: FrameType | None) -> bool:
+        """Return whether the C code has returned to its caller. It may make further callbacks, such
+        as other fork handlers, whose exceptions Python also drops.
+        """
+        if now is self._caller:
+            return True
+        while now is not None and now is not self._caller:
+            now = now.f_back
+        return now is None or now.f_lasti != self._instruction
+
+
+def _raise_soon(thread: int, frame: FrameType, interrupt: BaseException) -> None:
+    # `Thread.start` waits for the thread to begin, and a second signal could interrupt the wait.
+    _thread.start_new_thread(_raise_in, (thread, frame, interrupt))
 
 
 def _raise_in(thread: int, frame: FrameType, interrupt: BaseException) -> None:

@@ -1,8 +1,11 @@
 """An exception that Python would drop in a callback of C code is raised after the callback."""
 
 import ctypes
+import operator
+import os
 import sys
 import threading
+import time
 
 import pytest
 
@@ -45,6 +48,47 @@ def test_exception_waits_until_its_frame_is_left():
     with pytest.raises(KeyboardInterrupt):
         call_back(callback)
     assert len(steps) == 1000
+
+
+def test_exception_waits_while_the_c_code_makes_further_callbacks():
+    """Python also drops an exception of these callbacks, for example of other fork handlers."""
+    steps = []
+
+    def first():
+        raise_after(sys._getframe(), KeyboardInterrupt())
+
+    def second():
+        steps.extend(step for step in range(1000))
+
+    with pytest.raises(KeyboardInterrupt):
+        list(map(operator.call, [first, second]))
+    assert len(steps) == 1000
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")  # from JAX, and from Python 3.12
+def test_exception_is_not_raised_in_a_child_of_another_thread(monkeypatch):
+    statuses = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: os._exit(1))  # of a fork handler
+
+    def fork():
+        if (child := os.fork()) == 0:
+            try:
+                for _ in range(1000):
+                    time.sleep(0)  # Python looks for pending calls when a thread goes on
+            except BaseException:
+                os._exit(1)
+            os._exit(0)
+        statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+
+    def callback():
+        raise_after(sys._getframe(), KeyboardInterrupt())
+        thread = threading.Thread(target=fork)
+        thread.start()
+        thread.join()
+
+    with pytest.raises(KeyboardInterrupt):
+        call_back(callback)
+    assert statuses == [0]
 
 
 def test_exceptions_of_two_frames_are_both_raised():

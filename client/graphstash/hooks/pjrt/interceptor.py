@@ -12,6 +12,7 @@ import ctypes
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any, Final, TypeVar
 
 from graphstash._compile.cache import CompileCache
@@ -93,7 +94,7 @@ class Interceptor:
         error = shield.repeat_until_done(create)
         if count is not None and args.client:
             self._fingerprints.add_client(args.client, count)
-        shield.close()
+        shield.close(sys._getframe())
         return error
 
     def _client_compile(self, address: int) -> int:
@@ -121,7 +122,7 @@ class Interceptor:
             if not error:
                 shield.attempt(lambda: call.publish(compile_seconds=original.seconds))
             shield.attempt(call.end)
-        shield.close()
+        shield.close(sys._getframe(1))
         return error
 
     def _call(self, args: _Args, kind: type[Call]) -> Call | None:
@@ -217,7 +218,9 @@ class Shield:
             except BaseException as interrupt:  # noqa: BLE001 - raised again by `close`
                 self._interrupt = interrupt
 
-    def close(self) -> None:
-        """Raise a signal handler's exception in this thread after the caller has returned."""
+    def close(self, callback: FrameType) -> None:
+        """Raise a signal handler's exception in this thread after the callback has returned.
+        `callback` is its outermost frame, because any other frame returns to Python.
+        """
         if self._interrupt is not None:
-            raise_after(sys._getframe(1), self._interrupt)
+            raise_after(callback, self._interrupt)
