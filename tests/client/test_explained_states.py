@@ -154,6 +154,7 @@ def test_unsigned_artifact_of_a_trusted_namespace_is_named(run, explain, namespa
     signed = {"signatures": "require", "trusted_keys": team.file}
     run("b", "step", read_namespaces=f"{namespace}-theirs", **signed)
     explanation = explain("b", read_namespaces=f"{namespace}-theirs")
+    assert ": 0 hits, 0 misses, 1 compiled without the cache\n" in explanation, explanation
     assert "it is stored, but a signature is required and it has none" in explanation
 
 

@@ -165,5 +165,5 @@ def test_bad_artifacts_in_other_namespaces_are_named_and_do_not_prevent_publishi
         assert host.build(key()) == b"graph"
         stats = host.stats
     assert stats.fallbacks == {"unsigned": 2}
-    assert (stats.published, stats.misses) == (1, 1)
+    assert (stats.published, stats.misses, stats.uncached) == (1, 0, 1)
     assert hosts("other", **settings).get(key()) == b"graph"

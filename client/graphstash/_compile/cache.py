@@ -203,6 +203,7 @@ class CompileCache:
         """
         key = request.key
         fallback_reason: Reason | None = None
+        refused: Reason | None = None
         wanted = True
         held: HeldLease | None = None
         try:
@@ -211,8 +212,9 @@ class CompileCache:
                 is_found, held = self._wait_if_allowed(key, destination)
             if is_found:
                 return None
+            refused = self._refused.pop(key, None)
             if not request.is_optional:
-                self.counters.miss(key)
+                (self.counters.miss if refused is None else self.counters.uncached)(key)
         except CacheError as error:
             self.record_fallback(error)
             self.counters.uncached(key)
@@ -225,7 +227,7 @@ class CompileCache:
             self.counters.uncached(key)
             fallback_reason = Reason.INTERNAL
         try:
-            reason = fallback_reason or self._refused.pop(key, None)
+            reason = fallback_reason or refused
             if reason is not None or not request.is_optional:
                 self.log.add(request, reason=reason)
             return self._begin(request, lease=held, fallback_reason=fallback_reason, wanted=wanted)
