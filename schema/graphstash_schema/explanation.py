@@ -123,7 +123,7 @@ _SENTENCES: Final = {
     **dict.fromkeys(_TEXT, _CHANGED),
     "graph": "another graph of the same line: other operations, shapes or types",
     _STRUCTURE: f"{_CHANGED}: the same operations in another order, or with other operands, "
-    "shapes, axes or sharding",
+    "shapes, axes, sharding or attributes",
 }
 """Sentences about parts whose values no reader understands."""
 

@@ -158,8 +158,8 @@ def test_same_operations_are_named_of_kinds_whose_operations_are_all_counted():
 
     changed = "the program itself changed"
     same = (
-        f"{changed}: the same operations in another order, or with other operands, shapes, axes or "
-        "sharding"
+        f"{changed}: the same operations in another order, or with other operands, shapes, axes, "
+        "sharding or attributes"
     )
     assert sentence(there, ArtifactKind.JAX) == same
     assert sentence(there, ArtifactKind.AOT_AUTOGRAD) == changed
