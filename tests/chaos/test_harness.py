@@ -14,15 +14,13 @@ BLOB = b"acknowledged"
 
 
 class _BusyOnce(BaseHTTPRequestHandler):
-    has_refused = False
-
     def do_GET(self):
-        if _BusyOnce.has_refused:
+        if self.server.has_refused:
             self.send_response(200)
             self.end_headers()
             self.wfile.write(BLOB)
             return
-        _BusyOnce.has_refused = True
+        self.server.has_refused = True
         self.send_response(503)
         self.send_header("Retry-After", "0")
         self.end_headers()
@@ -33,6 +31,7 @@ class _BusyOnce(BaseHTTPRequestHandler):
 
 def test_artifact_of_a_busy_server_is_not_lost(capsys):
     with ThreadingHTTPServer(("127.0.0.1", 0), _BusyOnce) as server:
+        server.has_refused = False
         thread = Thread(target=server.serve_forever)
         thread.start()
         cluster = SimpleNamespace(url=lambda _number: f"http://127.0.0.1:{server.server_port}")
