@@ -97,11 +97,18 @@ def main() -> None:
 
 
 def _where(settings: Settings) -> str:
-    """Return the variable that commands in another shell need to find the data directory."""
+    """Return the variables that commands in another shell need to find the data, without the
+    password of the database.
+    """
+    from sqlalchemy.engine import make_url
+
     directory = settings.data_dir.absolute()
-    if directory == user_data_dir().absolute():
-        return ""
-    return f"GRAPHSTASH_DATA_DIR={shlex.quote(str(directory))} "
+    variables = {}
+    if directory != user_data_dir().absolute():
+        variables["DATA_DIR"] = str(directory)
+    if settings.database_url != load_settings(data_dir=directory, database_url="").database_url:
+        variables["DATABASE_URL"] = make_url(settings.database_url).render_as_string()
+    return "".join(f"GRAPHSTASH_{name}={shlex.quote(text)} " for name, text in variables.items())
 
 
 def _run(settings: Settings, listener: socket.socket, port_file: Path | None) -> None:

@@ -89,12 +89,28 @@ def test_server_with_tokens_may_listen_beyond_loopback(start, connect):
     assert connect(server.url).http.get("/readyz").status_code == 200
     port = server.url.rpartition(":")[2]
     assert f"jobs need GRAPHSTASH_URL=http://{socket.gethostname()}:{port} " in server.log
+    assert status_with_printed_command(server) == 200
+
+
+def test_printed_command_names_the_database_without_its_password(start, postgres):
+    environment = {"GRAPHSTASH_DATABASE_URL": postgres.new_database()}
+    server = start("--auth", "tokens", environment=environment)
+    assert ":secret@" not in server.log
+    assert status_with_printed_command(server, password="secret") == 200
+
+
+def status_with_printed_command(server, *, password=""):
+    """Create a token with the command that the server printed, and use it."""
     command = re.search(r"GRAPHSTASH_DATA_DIR=.*graphstash token create .*", server.log)[0]
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    environment.pop("GRAPHSTASH_DATA_DIR", None)
-    token = captured(["sh", "-c", command], env=environment).stdout.strip()
+    environment = {
+        **{name: text for name, text in os.environ.items() if not name.startswith("GRAPHSTASH_")},
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
+    filled_in = command.replace("***", password)
+    token = captured(["sh", "-c", filled_in], env=environment).stdout.strip()
     headers = {"Authorization": f"Bearer {token}"}
-    assert httpx.get(f"{server.url}/v1/default/artifacts", headers=headers).status_code == 200
+    url = f"{server.url}/v1/default/artifacts"
+    return httpx.get(url, headers=headers, trust_env=False).status_code
 
 
 def test_failed_start_prints_one_line(tmp_path, refusal):
