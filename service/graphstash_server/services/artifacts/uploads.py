@@ -584,6 +584,6 @@ def _retrieve(task: "asyncio.Task[Any]") -> None:
 def _too_slow() -> ServerError:
     return ServerError(
         ErrorCode.UNAVAILABLE,
-        f"the blob store did not finish within {_STORE_SECONDS:g} s, and a second for each MiB: "
-        "check the store, then retry",
+        f"the blob store or the database did not finish within {_STORE_SECONDS:g} s, and a second "
+        "for each MiB: check both, then retry",
     )
