@@ -112,7 +112,7 @@ _LISTS: Final = frozenset(
 """Parts whose values are lists, of which only the items that differ are shown."""
 
 _STRUCTURE: Final = "structure"
-"""Stands for the text of a program with the same operations. It is no part of a description."""
+"""Name by which `compare` reports a difference between texts with the same operations."""
 
 _COUNTED: Final = frozenset({ArtifactKind.JAX, ArtifactKind.INDUCTOR})
 """Kinds whose part `operations` counts every operation that computes."""
@@ -148,7 +148,7 @@ _DIGEST: Final = re.compile(r"(sha256:)?[0-9a-f]{64}|[a-z2-7]{51,52}")
 """A digest in hex, or in base 32 as torch writes it."""
 
 _SWITCH: Final = re.compile(r"^ambient\._?(?:get_|is_)?")
-"""What precedes torch's own name of a switch in the settings that its hook sends."""
+"""Prefix of the name of a switch of torch, in the settings that the hook of inductor sends."""
 
 _IGNORED_LINE: Final = re.compile(r"aot_config=|$")
 """In the settings of torch's hook: an empty line, or a setting that follows from the inputs."""
@@ -325,7 +325,7 @@ def compare(
 
     Returns the first of these groups with a difference: readable parts, `values`, digests, opaque
     keys. A difference in one group usually changes later groups, which then explain nothing more.
-    The program's text counts as readable, unless another part tells what changed in it. Constants
+    The program's text counts as readable, unless another part shows what changed in it. Constants
     that only one side has belong to its operations, so operations alone explain the difference.
     """
     names = [name for name in differing(here, there) if name not in _HIDDEN]

@@ -65,7 +65,7 @@ class Prefetch:
         limit_bytes: maximum bytes to download. Sizes are known in advance only for
             `config.namespace`, so downloads in progress at the limit are finished.
         is_stopped: polled repeatedly. If true, downloads end.
-        done: called for each artifact, in the thread that downloaded it.
+        done: called for each artifact that was tried, in the thread that downloaded it.
         at_first_wait: called once, before the first wait for a busy server.
     """
 

@@ -4,7 +4,7 @@ Requests for the look-up, lease and upload of such a "small" program would take 
 compilation. Therefore a job fetches a pack before its first small program, and publishes one later.
 
     get        return a program from the packs that earlier runs of this job have published
-    put        add a result to the next pack, unless its compilation was slow
+    put        add a result to the next pack, unless it is large or its compilation was slow
     flush      publish that pack, 30 s after its first result and at the end of the job
 
 Like any other artifact, a pack is verified before use and never overwritten. The packs of a job
@@ -13,8 +13,11 @@ artifacts of their own, like large ones, if a pack is unusable, the server refus
 the chain has its maximum length.
 
 Packs have no lease. Jobs that start at the same time each compile a small program, and the first to
-publish wins. If a small program compiles slowly, the pack lists it without a payload, so that the
-next job looks up the program's own artifact.
+publish wins. A pack lists a large or slow result without its payload, so that the next job looks up
+the program's own artifact.
+
+If the server does not answer, `get` returns only programs of packs that this host has. The results
+of a pack that could not be stored go into the next upload.
 """
 
 import json

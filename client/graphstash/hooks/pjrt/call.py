@@ -186,9 +186,10 @@ class ClientCall(Call):
 def _is_served(topology: Topology) -> bool:
     """Return whether one process may skip a compilation, or wait, while other processes compile.
 
-    On GPUs, the processes of a job may share the search for the best kernels
-    (`--xla_gpu_shard_autotuning`). Each then waits for the results of all others, so all must
-    compile. At this level, the processes have no store through which they could agree.
+    With several processes, only TPUs allow this. On GPUs, the processes of a job may share the
+    search for the best kernels (`--xla_gpu_shard_autotuning`). Each then waits for the results of
+    all others, so all must compile. At this level, the processes have no store through which they
+    could agree.
     """
     return topology.process_count <= 1 or topology.platform.lower() == "tpu"
 

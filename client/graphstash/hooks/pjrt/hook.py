@@ -59,8 +59,8 @@ _NEEDED: Final = (
 
 
 def install(cache: CompileCache) -> "PjrtHook | None":
-    """Install the hook for all plug-ins, loaded now or later. Warn and return None on platforms
-    other than 64-bit Linux.
+    """Install the hook for the plug-ins of torch_xla and JAX, loaded now or later. Warn and return
+    None on platforms other than 64-bit Linux.
     """
     if sys.platform != "linux" or ctypes.sizeof(ctypes.c_void_p) != POINTER_BYTES:
         _log.warning("graphstash: the pjrt hook supports only 64-bit Linux; it is not installed")

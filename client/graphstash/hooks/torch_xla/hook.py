@@ -9,8 +9,9 @@ directory, because two processes would read each other's half-written files. The
     hint    predicts the files from the pending graph before a step. Works on every platform, but
             delays the first few steps of a loop.
 
-torch_xla 2.8 and 2.9 write such files but cannot load them. There, the pjrt hook serves devices
-that are PJRT plug-ins. Neither mode looks up a graph that torch_xla has in memory.
+torch_xla 2.8 and newer write such files but cannot load them, so this hook is not installed there.
+The pjrt hook serves them on devices that are PJRT plug-ins. Neither mode looks up a graph that
+torch_xla has in memory.
 """
 
 import atexit

@@ -123,7 +123,7 @@ class BackwardFusion(Fusion):
             )
 
     def _before_close(self) -> None:
-        """Refuse to close between backward and step, when some parameters are already updated."""
+        """Clean up. Raise FusionError if some parameters are updated, but the step is missing."""
         try:
             self.flush()
             if self._updated:

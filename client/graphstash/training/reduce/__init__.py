@@ -7,8 +7,9 @@
 
 Gradients of embeddings, mixtures of experts and pruned layers are mostly zero, and a ring sends
 every zero. Here the ranks first exchange one bit per block to find the union: the blocks that are
-nonzero on at least one rank. Then they sum only these blocks. The result equals a dense
-all-reduce, except for the sign of zeros, and has the same bits on all ranks.
+nonzero on at least one rank. Then they sum only these blocks. All ranks get the same bits. A dense
+all-reduce adds the ranks in another order, so its sums may differ in rounding and in the sign of
+zeros.
 
 The algorithm is OmniReduce (Fei et al., SIGCOMM 2021) on the collectives of torch.distributed.
 `AggregatedAllReduce` implements its variant with aggregators, over UDP.

@@ -326,7 +326,7 @@ class _Slots:
             self._message(own[start : start + self._most], min(self._most, most - start))
             for start in range(0, most, self._most)
         ]
-        self._blocks.clear(union)  # of -0.0, too: the ranks get the same bits
+        self._blocks.clear(union)  # -0.0 becomes 0.0: all ranks get the same bits
         for start, message in zip(range(0, most, self._most), messages, strict=True):
             received = message.new_empty(self.ranks * len(message))
             work = distributed.all_gather_into_tensor(

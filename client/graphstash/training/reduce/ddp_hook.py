@@ -4,6 +4,8 @@ DDP passes each bucket to the hook when its gradients are complete, and continue
 One thread processes the buckets in that order, which is the same on all ranks. If callbacks chained
 the collectives of each bucket, two ranks could run them in different orders, and would then add one
 bucket to another.
+
+If a rank or an aggregator is gone, the all-reduce of a bucket fails, and backward raises its error.
 """
 
 import time

@@ -101,8 +101,9 @@ class LeaseService:
     ) -> LeaseReply:
         """Grant the lease. If it is held, wait until it is free or the artifact is stored.
 
-        The caller of this method completes `gone` when the client disconnects. A lease granted
-        after that is released at once.
+        After `wait_seconds`, or if the server stops, reply that the lease is held. The caller of
+        this method completes `gone` when the client disconnects. A lease granted after that is
+        released at once.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + acquisition.wait_seconds

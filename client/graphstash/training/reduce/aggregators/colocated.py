@@ -2,6 +2,7 @@
 
 The process stops when its standard input is readable or closed. If the rank is killed, its forked
 children may keep the pipe open, so the process also checks every second that its parent is alive.
+Before it exits, it answers other ranks for up to two seconds.
 """
 
 import contextlib
