@@ -188,7 +188,7 @@ class ServerSettings:
     url: str = setting(find_own_server, text(_checked_url), Option())
     """Base URL of the server, or `unix:<path>` of its socket. Default: the server that `graphstash
     init` stored, else the one that this user runs on this host (`graphstash serve`). Without a
-    server, or with `none`, the job uses only its local tier."""
+    server, or with the value `none`, a job uses only its local tier."""
     namespace: Namespace = setting(Namespace("default"), text(Namespace), Option())
     """Namespace to publish artifacts to and to read from."""
     read_namespaces: tuple[Namespace, ...] = setting(
@@ -307,8 +307,8 @@ class HostSettings:
         flag("live"),
         Option(
             {"--explain": True},
-            help="Print to standard error, when the job ends, why it compiled. A flag without a "
-            "value: to log each miss when it happens, set `GRAPHSTASH_EXPLAIN=live` instead.",
+            help="Print to standard error, when the job ends, why it compiled. To log each miss "
+            "when it happens, set `GRAPHSTASH_EXPLAIN=live` instead.",
         ),
     )
     """Print to standard error, when the job ends, why it compiled. With `live`, log each program

@@ -4,6 +4,7 @@ Slow imports are inside the functions: the client's command line imports this mo
 command.
 """
 
+import errno
 import ipaddress
 import logging
 import shlex
@@ -182,9 +183,10 @@ def _listen(settings: Settings) -> socket.socket:
         take_port(listener, address)
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
+        is_taken = getattr(error, "errno", None) in (errno.EADDRINUSE, errno.EACCES)
+        remedy = "another --port (0 takes a free one)" if is_taken else "a --host of this machine"
         raise StartError(
-            f"cannot listen on {settings.host} port {settings.port}: {reason}; choose "
-            "another --port (0 takes a free one)"
+            f"cannot listen on {settings.host} port {settings.port}: {reason}; choose {remedy}"
         ) from error
     listener.set_inheritable(False)
     return listener

@@ -358,13 +358,14 @@ def test_unusable_source_or_target_of_a_backup_is_refused(new_site, tmp_path, ba
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "thesis.tex").write_text("precious")
     site = new_site(stored=range(2))
-    assert "is not empty and is no backup" in site.run("backup", tmp_path / "home", status=1)
+    assert "is not empty and is not a backup" in site.run("backup", tmp_path / "home", status=1)
     thesis = tmp_path / "home" / "thesis.tex"
+    assert f"{thesis}/x: Not a directory" in site.run("backup", thesis / "x", status=1)
     assert f"{thesis} is a file" in site.run("backup", thesis, status=1)
     untouched = new_site()
     made = sorted(untouched.directory.glob("**"))
     for nowhere in (tmp_path / "home", tmp_path / "nothing"):
-        assert "is no backup" in untouched.run("restore", nowhere, status=1)
+        assert "is not a backup" in untouched.run("restore", nowhere, status=1)
     assert sorted(untouched.directory.glob("**")) == made
     site.run("backup", backup)
     with site.serving():

@@ -118,6 +118,11 @@ def test_failed_start_prints_one_line(tmp_path, refusal):
         port = str(taken.getsockname()[1])
         said = refusal("--port", port, status=1)
     assert said.startswith(f"graphstash: error: cannot listen on 127.0.0.1 port {port}: ")
+    assert "; choose another --port" in said
+
+    said = refusal("--port", "0", "--host", "192.0.2.1", "--auth", "tokens", status=1)
+    assert "cannot listen on 192.0.2.1 port 0: " in said
+    assert "; choose a --host of this machine" in said
 
     (tmp_path / "file").touch()
     said = refusal("--port", "0", status=1, data_dir=tmp_path / "file" / "d")

@@ -181,7 +181,7 @@ class Bundle:
             name, size = "", 0
         named = _MANIFEST.fullmatch(name)
         if named is None or size < 0 or header != _header(name, size):
-            raise BundleError("this is no bundle of graphstash: it does not begin with a manifest")
+            raise BundleError("not a bundle of graphstash: it does not begin with a manifest")
         if _BLOCK + size > self.size_bytes:
             raise BundleError(f"the manifest is cut: it should have {size} bytes")
         manifest = Part(self._file, _BLOCK, size)

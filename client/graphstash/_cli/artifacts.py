@@ -96,7 +96,7 @@ def ls(
         Sort,
         typer.Option(
             metavar="ORDER",
-            help=f"What comes first: {', '.join(Sort)}. For the last three, the command reads the "
+            help=f"Order of the list: {', '.join(Sort)}. For the last three, the command reads the "
             "whole list.",
         ),
     ] = Sort.NEWEST,
@@ -242,7 +242,7 @@ def forget(
         say(f"removed {copy.key} of the namespace {copy.namespace}, {where}")
     say(
         "Not touched: servers, other hosts, packs that contain it, and processes that have loaded "
-        "it. A server goes on to serve it until an administrator withholds or deletes it there."
+        "it. A server continues to serve it until an administrator withholds or deletes it there."
     )
 
 
@@ -274,15 +274,15 @@ def _key_or_prefix(text: str) -> tuple[ArtifactKey | None, str]:
             key = ArtifactKey.parse(*text.split("/")[-3:])
         except (InvalidValueError, TypeError):
             fail(
-                f"{shown(text)!r} is no key: write kind/device type/fingerprint, or the beginning "
-                "of a fingerprint",
+                f"{shown(text)!r} is not a key: write kind/device type/fingerprint, or the "
+                "beginning of a fingerprint",
                 status=ExitStatus.USAGE,
             )
         return key, key.fingerprint
     if not is_prefix(text):
         fail(
-            f"{shown(text)!r} is no fingerprint: write {_MIN_PREFIX} to 64 of its characters, "
-            "0-9 and a-f; `graphstash ls` shows them",
+            f"{shown(text)!r} is not a fingerprint: write its first {_MIN_PREFIX} to 64 "
+            "characters, 0-9 and a-f; `graphstash ls` shows them",
             status=ExitStatus.USAGE,
         )
     return None, text

@@ -149,7 +149,7 @@ def import_(
     file: BundleFile,
     *,
     local: Annotated[
-        bool, typer.Option("--local", help="Into this host's local tier; needs no server.")
+        bool, typer.Option("--local", help="Import into this host's local tier, without a server.")
     ] = False,
     check: Annotated[
         bool, typer.Option("--check", help="Only verify the bundle; import nothing.")
@@ -288,7 +288,7 @@ class _ServerSource:
         manifest = patiently(lambda: self._server.manifest(job))
         if manifest is None:
             fail(
-                f"no artifacts are remembered for job {job!r} in the namespace "
+                f"no run recorded artifacts of the job {job!r} in the namespace "
                 f"{self._server.config.namespace}"
             )
         keys = {entry.key for entry in manifest.entries if entry.key in self._selection}

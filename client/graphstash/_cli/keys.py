@@ -192,7 +192,7 @@ def _file_of(file: Path | None) -> Path:
     path = file or ClientConfig.load(signatures="off").trusted_keys
     if path is None:
         raise ConfigError(
-            "which trusted-keys file? Set GRAPHSTASH_TRUSTED_KEYS, which jobs read too, or pass "
+            "no trusted-keys file: set GRAPHSTASH_TRUSTED_KEYS, which jobs also read, or pass "
             "--file"
         )
     return path

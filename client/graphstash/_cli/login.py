@@ -49,7 +49,7 @@ def login(
     audience: Annotated[
         str | None,
         typer.Option(
-            help="Audience for which GitHub is to sign the JWT: the server's "
+            help="Audience of the JWT that GitHub signs: the server's "
             "GRAPHSTASH_OIDC_AUDIENCE. A JWT in a file has its own."
         ),
     ] = None,
@@ -57,18 +57,18 @@ def login(
         Path | None,
         typer.Option(
             help="File with the JWT, such as a service-account token of Kubernetes; - is standard "
-            "input. By default GitHub Actions is asked for one."
+            "input. Default: a JWT from GitHub Actions."
         ),
     ] = None,
     token_file: Annotated[
         Path | None,
-        typer.Option(help="File that gets the token; by default GRAPHSTASH_TOKEN_FILE."),
+        typer.Option(help="File for the token. Default: GRAPHSTASH_TOKEN_FILE."),
     ] = None,
     grant: Annotated[
         list[str] | None,
         typer.Option(
-            help="A grant of the token, e.g. `write:ci`; may be repeated. By default it gets all "
-            "that the JWT has."
+            help="A grant of the token, e.g. `write:ci`; may be repeated. Default: all "
+            "grants of the JWT."
         ),
     ] = None,
     hours: Annotated[
@@ -86,7 +86,7 @@ def login(
         graphstash login --oidc --audience graphstash.internal --grant write:ci --hours 2
     """
     if not oidc:
-        fail("say how to log in: graphstash login --oidc", status=ExitStatus.USAGE)
+        fail("--oidc is required: graphstash login --oidc", status=ExitStatus.USAGE)
     if hours is not None and not MIN_EXCHANGED_SECONDS / 3600 <= hours <= _MAX_HOURS:
         fail(
             f"--hours {hours:g}: expected from 1/60 (a minute) to {_MAX_HOURS} hours",
@@ -114,7 +114,7 @@ def login(
 
 def _place_of_token(config: ClientConfig) -> Path:
     if not config.url:
-        raise ConfigError("set GRAPHSTASH_URL to the server that is to give the token")
+        raise ConfigError("no server: set GRAPHSTASH_URL to the server that issues the token")
     if config.token is not None and "token" not in config.of_file:
         raise ConfigError("GRAPHSTASH_TOKEN is set, and jobs prefer it to a file: unset it")
     if config.token_file is None:

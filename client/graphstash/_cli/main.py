@@ -59,7 +59,7 @@ _COMMANDS: Final = {
         "audit": "Show the audit log, newest first.",
         "backup": "Back up the database and all blobs, while servers run.",
         "clock": "Show whether the servers delete by age, or accept a clock that jumped.",
-        "fsck": "Check the database, that every artifact has its blob, and every blob an artifact.",
+        "fsck": "Check the database, that no artifact lacks its blob, and no blob is an orphan.",
         "gc": "Collect garbage: enforce limits and retention, delete marked blobs and orphans.",
         "migrate": "Upgrade the database to the revision of this release.",
         "namespace": "Manage namespace policies: who may write, how much, and whether artifacts "
@@ -133,6 +133,9 @@ def _tell(error: Any) -> None:
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "graphstash"
     message = error.format_message().rstrip(".").replace("Value error, ", "")
+    if (errors := getattr(error.__cause__, "errors", None)) is not None:  # pydantic's
+        message = message.replace("Input should", f"{errors()[0]['input']!r} should")
+        message = message.partition(", unable to parse")[0]
     message += " See" if message.endswith("?") else "; see"
     print(error_line(f"{message} `{command} --help`"), file=sys.stderr)  # noqa: T201 - a command's error
 

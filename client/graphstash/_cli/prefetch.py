@@ -100,7 +100,8 @@ def _fetched(config: ClientConfig, job: ManifestName) -> Mapping[ArtifactKey, Ou
             manifest = prefetch.when_free(lambda: prefetch.server.manifest(job))
             if manifest is None:
                 fail(
-                    f"no artifacts are remembered for job {job!r} in namespace {config.namespace!r}"
+                    f"no run recorded artifacts of the job {job!r} in the namespace "
+                    f"{config.namespace}"
                 )
             keys = [entry.key for entry in manifest.entries]
             progress.update(task, total=len(keys))

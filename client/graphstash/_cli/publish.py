@@ -41,7 +41,7 @@ def publish(
 ) -> None:
     """Publish what jobs on this host compiled while the server was down, or before there was one.
 
-    Jobs do this by themselves, for the server that was down. This command also publishes what
+    Jobs do this automatically, for the server that was down. This command also publishes what
     jobs without any server compiled. It publishes nothing that was compiled with --read-only or
     GRAPHSTASH_URL=none, or that came from a server or a bundle.
 

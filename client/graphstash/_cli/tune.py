@@ -73,13 +73,15 @@ ProblemText = Annotated[
 def search(
     task: TaskName,
     *,
-    trials: Annotated[int, typer.Option(min=1, help="Configurations to measure at most.")] = 500,
+    trials: Annotated[
+        int, typer.Option(min=1, help="Maximum number of configurations to measure.")
+    ] = 500,
     seconds: Annotated[
-        float | None, typer.Option(min=0.001, help="Time after which no further one is measured.")
+        float | None, typer.Option(min=0.001, help="Seconds after which no measurement starts.")
     ] = None,
     searcher: Annotated[str, typer.Option(help=_SEARCHERS)] = "g-bfs",
-    seed: Annotated[int, typer.Option(help="Of the searcher.")] = 0,
-    workers: Annotated[int, typer.Option(min=1, help="Builds side by side.")] = 1,
+    seed: Annotated[int, typer.Option(help="Random seed of the searcher.")] = 0,
+    workers: Annotated[int, typer.Option(min=1, help="Number of parallel builds.")] = 1,
     timeout: Annotated[
         float,
         typer.Option(

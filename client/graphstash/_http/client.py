@@ -475,7 +475,7 @@ def _refused(answer: Answer, config: ClientConfig) -> RefusedError:
 
     problem = problem_of(answer.body)
     if problem is not None and problem.code is schema.ErrorCode.UNKNOWN_PATH:
-        detail = f"{config.url} is older than this command"
+        detail = f"{config.url} is older than this command, or its path is wrong"
     else:
         detail = problem.detail if problem else f"{config.url} answered 404"
     return RefusedError(detail, code=problem.code if problem else None, status=404)

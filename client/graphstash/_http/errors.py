@@ -1,5 +1,6 @@
 """Convert httpx exceptions and error responses to the exceptions of `errors.py`."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import inf
@@ -27,6 +28,7 @@ __all__ = [
     "named_failures",
     "problem_of",
     "read_small",
+    "reason_of",
     "refuse_errors",
     "retry_after",
 ]
@@ -69,7 +71,7 @@ def named_failures(url: str) -> Iterator[None]:
         # TLS 1.3 may raise a TLS failure at the first read instead of on connect.
         failure = tls_failure(error)
         reason = Reason.CONNECT if isinstance(error, httpx.ConnectError) else Reason.RESET
-        text = ": ".join(failure) if failure else str(error)
+        text = ": ".join(failure) if failure else reason_of(error)
         raise TransportError(Reason.TLS if failure else reason, f"{url}: {text}") from error
     except (httpx.ProxyError, httpx.UnsupportedProtocol) as error:
         raise TransportError(Reason.CONNECT, f"{url}: {error}") from error
@@ -79,6 +81,11 @@ def named_failures(url: str) -> Iterator[None]:
         raise TransportError(reason, f"{url}: {error}{advice}") from error
     except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError) as error:
         raise TransportError(Reason.PROTOCOL, f"{url}: {error}") from error
+
+
+def reason_of(error: Exception) -> str:
+    """Return an error's message without the number that Python prints first."""
+    return re.sub(r"^\[Errno -?[0-9]+\] ", "", str(error))
 
 
 def _reason_of(error: httpx.RemoteProtocolError) -> Reason:

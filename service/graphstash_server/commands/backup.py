@@ -14,6 +14,7 @@ from graphstash_server.commands.running import (
     load,
     plural,
     progress_bar,
+    reason_of,
     run_with_services,
 )
 
@@ -131,7 +132,7 @@ def restore(
     except ServerError as error:
         fail(error.detail)
     except (BackupError, StartError, OSError) as error:
-        fail(str(error))
+        fail(reason_of(error))
     if done is not None:
         _report("restored", done, as_json=as_json)
     else:

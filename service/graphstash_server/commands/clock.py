@@ -17,7 +17,7 @@ def clock(
     *,
     accept: Annotated[
         bool,
-        typer.Option("--accept", help="The clock is right: delete by age again from now on."),
+        typer.Option("--accept", help="Accept the clock as right, and delete by age again."),
     ] = False,
     as_json: Json = False,
 ) -> None:

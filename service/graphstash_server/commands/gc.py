@@ -50,8 +50,8 @@ def gc(
     """Collect garbage: enforce limits and retention, delete marked blobs and orphans.
 
     Servers do this periodically. Run it on a host of the server, with its `GRAPHSTASH_*`
-    variables, also while servers run. If most blobs are orphans, servers keep them and this command
-    deletes them. It refuses to delete while the clock is doubtful, see `graphstash clock`.
+    variables. Servers may run meanwhile. If most blobs are orphans, servers keep them and this
+    command deletes them. It deletes nothing while the clock is implausible; see `graphstash clock`.
     """
     age = parse_age(unused_for) if unused_for else None
     orphan_age = parse_age(orphans_older_than)

@@ -14,7 +14,7 @@ __all__ = ["migrate"]
 def migrate(
     *,
     check: Annotated[
-        bool, typer.Option("--check", help="Only check whether it is needed: exit code 1 if so.")
+        bool, typer.Option("--check", help="Only check; exit with 1 if an upgrade is needed.")
     ] = False,
     as_json: Json = False,
 ) -> None:

@@ -35,6 +35,7 @@ namespace = typer.Typer(
 )
 
 _NONE = "none"
+_LIMITS = "Limits"  # a panel of its own: at 80 columns, one panel would cut option names
 
 _Name = Annotated[str, typer.Argument(help="The namespace.")]
 
@@ -73,8 +74,9 @@ def set_(
     mode: Annotated[
         WriteMode | None,
         typer.Option(
+            metavar="MODE",
             help="read_only: write nothing. write_once: keep the first artifact of a key. "
-            "overwrite: keep the last one."
+            "overwrite: keep the last one.",
         ),
     ] = None,
     trusted: Annotated[
@@ -85,14 +87,19 @@ def set_(
         bool | None, typer.Option(help="Allow reading without a token.")
     ] = None,
     limit: Annotated[
-        str | None, typer.Option(help="Limit for all that it stores, e.g. 10GiB, or none.")
+        str | None,
+        typer.Option(rich_help_panel=_LIMITS, help="Limit for all artifacts, e.g. 10GiB, or none."),
     ] = None,
     max_artifact: Annotated[
-        str | None, typer.Option(help="Limit for one artifact, e.g. 1GiB, or none.")
+        str | None,
+        typer.Option(rich_help_panel=_LIMITS, help="Limit for one artifact, e.g. 1GiB, or none."),
     ] = None,
     requests_per_second: Annotated[
         str | None,
-        typer.Option(help="Limit of each server (all of its workers), e.g. 100, or none."),
+        typer.Option(
+            rich_help_panel=_LIMITS,
+            help="Limit for each server with all its workers, e.g. 100, or none.",
+        ),
     ] = None,
     as_json: Json = False,
 ) -> None:

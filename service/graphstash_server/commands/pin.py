@@ -33,7 +33,7 @@ def pin(
     *,
     namespace: _Namespace = "default",
     for_: Annotated[
-        str | None, typer.Option("--for", help="How long, e.g. 30d. By default until unpinned.")
+        str | None, typer.Option("--for", help="How long, e.g. 30d. Default: until it is unpinned.")
     ] = None,
     as_json: Json = False,
 ) -> None:

@@ -32,6 +32,7 @@ __all__ = [
     "plural",
     "print_table",
     "progress_bar",
+    "reason_of",
     "run_with_services",
 ]
 
@@ -45,7 +46,8 @@ NamespaceFilter = Annotated[str | None, typer.Option(help="Only this namespace."
 OrphanAge = Annotated[
     str,
     typer.Option(
-        help="Minimum age of orphaned blobs to report; younger ones may belong to an upload."
+        help="Minimum age of orphaned blobs to report or delete; younger ones may belong to an "
+        "upload."
     ),
 ]
 
@@ -86,7 +88,14 @@ def run_with_services(work: "Callable[[ProcessContext], Awaitable[None]]") -> No
     except ServerError as error:
         fail(error.detail)
     except (StartError, OSError) as error:
-        fail(str(error))
+        fail(reason_of(error))
+
+
+def reason_of(error: Exception) -> str:
+    """Return an error's message. If a file caused it, begin with the file's path."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
 
 
 def load() -> "Settings":
@@ -116,7 +125,7 @@ def parse_age(text: str) -> timedelta:
     """
     number, unit = text[:-1], text[-1:]
     if unit not in _UNITS or not number.replace(".", "", 1).isdecimal():
-        fail(f"{text!r} is not an age: use a number with s, m, h, d or w, e.g. 90d", status=2)
+        fail(f"{text!r} is not a duration: use a number with s, m, h, d or w, e.g. 90d", status=2)
     try:
         age = timedelta(**{_UNITS[unit]: float(number)})
     except OverflowError:

@@ -488,7 +488,7 @@ def test_address_has_host_and_port(text, address):
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":1", "fd00::1:80", "host:65536", "h:-1"])
 def test_malformed_address_is_refused(text):
-    with pytest.raises(ConfigError, match="is no address: write HOST:PORT"):
+    with pytest.raises(ConfigError, match="is not an address: write HOST:PORT"):
         sockets.parsed(text)
 
 

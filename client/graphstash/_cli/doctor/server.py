@@ -1,7 +1,6 @@
 """Server: name, connection, certificate, protocol, clock, readiness. No request carries a token."""
 
 import json
-import re
 import ssl
 from collections.abc import Mapping
 from contextlib import closing, suppress
@@ -16,7 +15,7 @@ import httpx
 
 from graphstash._cli.doctor.findings import Finding, Topic, fail, ok, warn
 from graphstash._http.deadline import NO_ADDRESS, Deadline, ProcessClient
-from graphstash._http.errors import problem_of
+from graphstash._http.errors import problem_of, reason_of
 from graphstash._http.tls import server_context, tls_failure
 from graphstash.config import UNIX, ClientConfig
 from graphstash_schema.protocol import HEADER_PROTOCOL, PROTOCOL_VERSION
@@ -155,7 +154,7 @@ def _check_protocol(config: ClientConfig, wire: _Wire) -> Topic[_Response | None
 
 def _no_answer(config: ClientConfig, error: httpx.HTTPError) -> Finding:
     place = urlsplit(config.url)
-    reason = re.sub(r"^\[Errno -?[0-9]+\] ", "", str(error))
+    reason = reason_of(error)
     if (failure := tls_failure(error)) is not None:
         what, advice = failure
         return fail("TLS", f"{config.url}: {what}", f"{advice}. {_own_certificate(config)}")

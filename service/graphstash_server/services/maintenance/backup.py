@@ -199,7 +199,7 @@ class Backup:
         names = {each.name for each in self._path.iterdir()}
         if names - _EARLY_FILES and self._file.name not in names:
             raise BackupError(
-                f"{self._path} is not empty and is no backup: choose another directory"
+                f"{self._path} is not empty and is not a backup: choose another directory"
             )
         with _lock(self._path / "backup.lock"):
             if not self._file.is_file():
@@ -221,7 +221,8 @@ class Backup:
         try:
             read = self._file.read_bytes()
         except FileNotFoundError:
-            raise BackupError(f"{self._path} is no backup: it has no {self._file.name}") from None
+            problem = f"{self._path} is not a backup: it has no {self._file.name}"
+            raise BackupError(problem) from None
         try:
             begun = _Begun.model_validate_json(read)
             if begun.format != _FORMAT:

@@ -260,7 +260,7 @@ def _host(listen: str | None) -> str | None:
     except ValueError:
         pass
     raise ConfigError(
-        f"listen={listen!r} is no address by which others know this host: give its IP address "
+        f"listen={listen!r} is not an address of this host for other ranks: give its IP address "
         "without a port, such as 10.0.0.7"
     )
 

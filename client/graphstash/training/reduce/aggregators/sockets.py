@@ -80,7 +80,7 @@ def parsed(text: str) -> Address:
     elif ":" in host:
         colon = ""
     if not (colon and host and port.isascii() and port.isdigit() and int(port) < 2**16):
-        raise ConfigError(f"{text!r} is no address: write HOST:PORT, or [HOST]:PORT with IPv6")
+        raise ConfigError(f"{text!r} is not an address: write HOST:PORT, or [HOST]:PORT with IPv6")
     return host, int(port)
 
 
