@@ -543,11 +543,9 @@ class _Chains(ast.NodeVisitor):
         return self._found
 
     def visit_Name(self, node: ast.Name) -> None:
-        """Add a name without attributes."""
         self._found.append((node.id,))
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        """Add a name with its attributes, or visit the parts of another expression."""
         names: list[str] = []
         inner: ast.expr = node
         while isinstance(inner, ast.Attribute):

@@ -219,10 +219,8 @@ class _Completed(NamedTuple):
     """A completed key.
 
     Attributes:
-        key: the key.
         lines: lines with the added parts, like torch's.
         is_compiled: whether it is the key of an FX graph.
-        ambient: the switches.
         registered: descriptions of the user's code that takes part in compiling every graph.
     """
 
@@ -234,11 +232,7 @@ class _Completed(NamedTuple):
 
 
 class _Thread(threading.local):
-    """State of one thread.
-
-    Attributes:
-        latest: switches and registrations in the thread's latest key, if it has any.
-    """
+    """State of one thread: the switches and registrations in its latest key, if it has any."""
 
     latest: tuple[str, list[str]] | None = None
 

@@ -88,12 +88,9 @@ class _State(NamedTuple):
     """The last reading. Immutable, because several threads may compile.
 
     Attributes:
-        modules: the compiler's modules by name.
         last: number of all modules of the process, and the name of the last one.
-        owners: the compiler's modules and classes.
         versions: where CPython keeps the version of each owner's dictionary.
         signature: the versions, as bytes.
-        values: the members of each owner.
         found: by number of an owner: its replaced members.
     """
 

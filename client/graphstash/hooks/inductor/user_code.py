@@ -119,8 +119,6 @@ class _Describer(CodeDescriber):
     """Describes values of torch, and records the operations and names that the code uses.
 
     Attributes:
-        operations: the user's operations, by name.
-        namespaces: namespaces of torch's operations.
         names: names that the user's code reads. None if there is no such code.
     """
 
@@ -132,7 +130,6 @@ class _Describer(CodeDescriber):
         self._of_program = operations_of_program()
 
     def add(self, other: "_Describer") -> None:
-        """Add what another describer recorded."""
         self.operations = other.operations | self.operations
         self.namespaces |= other.namespaces
         if other.names is not None:
@@ -211,7 +208,6 @@ class _Describer(CodeDescriber):
                 self._operator(target)
 
     def _record(self, operation: Any) -> str:
-        """Record an operation, and return its name."""
         packet = getattr(operation, "overloadpacket", operation)
         name = str(packet._qualified_op_name)
         if is_torchs_namespace(name) and name not in self._of_program:

@@ -27,9 +27,7 @@ class _Known(NamedTuple):
     """Dictionaries, and a number that other dictionaries do not get.
 
     Attributes:
-        tables: the dictionaries.
         versions: where CPython keeps their versions, or None if some have none.
-        number: the number.
     """
 
     tables: Sequence[Mapping[Any, Any]]

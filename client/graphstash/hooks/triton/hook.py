@@ -145,7 +145,6 @@ def _chosen_manager() -> str:
 
 
 def _is_ours(manager: str) -> bool:
-    """Return whether a manager is a class of this package."""
     return manager.partition(":")[0].startswith(_OURS)
 
 

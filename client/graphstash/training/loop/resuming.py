@@ -118,7 +118,6 @@ def _arguments(options: Options) -> dict[str, Any]:
 
 
 def _kinds(schedule: Any) -> list[str]:
-    """Return the classes of the schedules in a schedule."""
     inner = getattr(schedule, "_schedulers", ())
     return [name for each in inner for name in (type(each).__name__, *_kinds(each))]
 
@@ -219,7 +218,6 @@ def _settings(options: Options) -> dict[str, Any]:
 
 
 def _seeds(data: object) -> dict[str, object]:
-    """Return the seeds that determine the order of the data."""
     if isinstance(data, Batches):
         return {"the seed of the data": data.state_dict()["seed"]}
     seeds = [generator.initial_seed() for generator in generators_of(data)]

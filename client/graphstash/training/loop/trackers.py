@@ -36,12 +36,10 @@ class _Run(Protocol):
 
 class _Tracker(Callback):
     def on_log(self, entry: LogEntry) -> None:
-        """Log the current figures."""
         sent = {f"graphstash/reduce/{name}": value for name, value in entry.reduced.items()}
         self._write(entry.step, {**stats().scalars(), **sent})
 
     def on_end(self, result: TrainingResult) -> None:
-        """Log the final figures."""
         self._write(result.step, stats().scalars())
 
     def _write(self, step: int, scalars: Mapping[str, float]) -> None:

@@ -314,7 +314,6 @@ class _Slots:
         self._most = max(1, _SLOT_BYTES // (blocks.size * blocks.dtype.itemsize))
 
     def summed(self, union: Tensor) -> Iterator[_Sending]:
-        """All-reduce the blocks of the union."""
         for numbers in torch.split(union, self._most) if len(union) else ():
             wire = self._packed(numbers)
             work = distributed.all_reduce(wire, group=self._group, async_op=True)

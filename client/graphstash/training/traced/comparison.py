@@ -271,7 +271,6 @@ def _chunks(tensor: Tensor) -> Sequence[Tensor]:
 
 
 def _square(tensor: Tensor) -> float:
-    """Return the squared norm."""
     wide = torch.complex128 if tensor.is_complex() else torch.float64
     return sum(float(part.to(wide).abs().square().sum()) for part in _chunks(tensor))
 
