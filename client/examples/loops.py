@@ -6,8 +6,8 @@
     ours          the optimizers and the loss scale of `graphstash.training`
     ours-traced   the same, in `traced_step`
 
-The step itself is the same code in all of them. Only `plain` reads anything on its own; the others'
-losses stay on the device until somebody looks.
+The step itself is the same code in all of them. Only `plain` reads the loss in each step; the other
+loops keep losses on the device until the caller reads them.
 """
 
 import warnings

@@ -1,7 +1,7 @@
 """Trains a small byte-level GPT with torch_xla on the sources of Python's standard library.
 
-This is an ordinary training job: it knows nothing about compilation caches. Run it plainly, or in
-front of it put whatever is meant to make its compilation cheaper, and compare the two reports.
+This is an ordinary training job: it does not use a compilation cache. Run it alone, or with a
+command in front that makes its compilation cheaper, and compare the two reports.
 
 The job is deterministic. Weights and batches are drawn on the CPU from `--seed` and then moved to
 the device, so two runs on the same machine give the same losses bit for bit, whether their graphs

@@ -90,8 +90,8 @@ class ProcessContext:
         self.settings = settings
         self.database = database
         self.clock = clock
-        # Most services that age, pin or delete rows use this clock: a wrong time would delete too
-        # much. Sessions and the collection of blobs use `clock`.
+        # Most services that age, pin or delete rows use this clock: a wrong time would delete
+        # valid rows. Sessions and the collection of blobs use `clock`.
         self.plausible_clock = plausible = PlausibleClock(
             database=database, clock=clock, steady=steady
         )

@@ -202,7 +202,7 @@ def test_interrupted_export_resumes_with_intact_entries(
 
     monkeypatch.setattr(ServerClient, "download", breaking)
     stopped = command("export", file, status=1)
-    assert "the cable was pulled; run it again to go on where it stopped" in stopped.stderr
+    assert "the cable was pulled; run it again to continue" in stopped.stderr
     assert not file.exists()
     left = file.with_name("a.bundle.partial")
     damaged, _ = (each for each in left.iterdir() if not each.name.startswith("."))

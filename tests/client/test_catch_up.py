@@ -666,6 +666,6 @@ def test_command_fails_if_nothing_can_be_published(left, command, down):
     refused = command("publish", host="a", status=2, read_only="true")
     assert "GRAPHSTASH_READ_ONLY is set" in refused.stderr
     unreachable = command("publish", host="a", url=down, status=1, connect_seconds="0.1")
-    assert "run it again to go on where it stopped" in unreachable.stderr
+    assert "run it again to continue" in unreachable.stderr
     nowhere = command("publish", host="a", url="none", status=1)
     assert "GRAPHSTASH_URL" in nowhere.stderr

@@ -374,7 +374,7 @@ async def test_server_clock_orders_and_drops_runs_and_future_runs_are_refused(bo
         assert [each.run for each in listed.runs] == ["late", "early"]
 
         begins = server.clock.now + MAX_RUN_AHEAD + timedelta(seconds=2)
-        named = r"2026-01-02T00:00:04\+0000.* 2026-01-01T00:00:03\+0000: 1 day"
+        named = r"2026-01-02T00:00:04\+0000, more than 1 day after 2026-01-01T00:00:03\+0000"
         with pytest.raises(ServerError, match=named) as refusal:
             await server.report("run", started_at=str(begins))
         assert (refusal.value.code, refusal.value.limit) == ("invalid_request", 1)

@@ -133,7 +133,7 @@ def export(
         except CacheError as error:
             fail_midway(error)
         except OSError as error:
-            fail(f"{file}: {error.strerror or error}; run it again to go on where it stopped")
+            fail(f"{file}: {error.strerror or error}; run it again to continue")
     if as_json:
         print_json(result)
     else:

@@ -72,4 +72,4 @@ def fail_midway(error: CacheError) -> NoReturn:
     """End a command that the user can run again to continue."""
     if error.reason is Reason.NO_SERVER:
         fail_for(error)
-    fail(f"{error.detail}; run it again to go on where it stopped")
+    fail(f"{error.detail}; run it again to continue")

@@ -136,7 +136,7 @@ def to_host(state: Mapping[str, Any]) -> dict[str, Any]:
     def collect(tensor: Tensor) -> Tensor:
         if is_sharded(tensor):
             raise ConfigError(
-                "the state has a sharded tensor (DTensor), of which this process has a part; call "
+                "the state has a sharded tensor (DTensor), and this process has only a part: call "
                 "full_tensor() in every process, or save with torch.distributed.checkpoint"
             )
         tensors[id(tensor)] = tensor

@@ -62,8 +62,8 @@ _MIN_ACKNOWLEDGED_BYTES: Final = 64 * 1024
 write may be a mebibyte, which takes a slow caller longer."""
 
 _MOVING_SECONDS: Final = 2.0
-"""Seconds without a byte of a body, or with a blocked write of which the caller acknowledges no
-byte, after which a transfer is stalled."""
+"""Seconds after which a transfer is stalled: no byte of a body arrives, or the caller acknowledges
+no byte of a blocked write."""
 
 _ACKNOWLEDGED: Final = struct.Struct("120xQ")
 """`tcpi_bytes_acked` of Linux's `struct tcp_info`."""
@@ -479,7 +479,7 @@ def connections(
 
 
 def _group_of(host: str) -> str:
-    """Return the IPv4 address or /64 IPv6 network, all of which one host may use."""
+    """Return the IPv4 address, or the /64 IPv6 network, because one host may use all of it."""
     if ":" not in host:
         return host
     address = IPv6Address(host)

@@ -310,7 +310,7 @@ def with_a_fork() -> None:
     if not fork:
         os.write(writes, error_of(lambda: made.sum_(torch.ones(10))).encode())
         signal.pause()
-    assert b"of which this one is a fork" in os.read(reads, 10_000)
+    assert b"is a fork of the rank's process" in os.read(reads, 10_000)
     require_ones(made)
     session: Any = made._session
     own = session._own._process

@@ -112,7 +112,7 @@ class ExactMode:
         for each in failed:
             # torch_xla starts another graph before it has finished this one: the job probably
             # caught a compile error. If another thread still compiles this graph, another host may
-            # now compile it, too.
+            # now also compile it.
             each.compilation.abandon()
         request = self._fingerprints.request(name)
         if why := self._fingerprints.unshared():

@@ -99,8 +99,8 @@ class Fingerprints:
         if not mixed:
             return ""
         return (
-            "graphs are not shared, because torch_xla gives the same name to graphs with other "
-            f"values, of which this process used several: {', '.join(mixed)}"
+            "graphs are not shared, because torch_xla omits values from the name of a graph, and "
+            f"this process used several values: {', '.join(mixed)}"
         )
 
     def parts(self, name: str) -> dict[str, str]:

@@ -102,7 +102,7 @@ class SessionService:
         return Session(session_id, row.token_id, row.expires_at, principal)
 
     async def is_token_of(self, session: Session, token: str) -> bool:
-        """Return whether a session began with this token, of which a cookie's thief has nothing."""
+        """Return whether a session began with this token, which a thief of the cookie lacks."""
         form = TOKEN_FORM.fullmatch(token)
         if form is None or form["id"] != session.token_id:
             return False

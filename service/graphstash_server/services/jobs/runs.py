@@ -115,9 +115,9 @@ class RunService:
         if report.started_at - now > MAX_RUN_AHEAD:
             raise ServerError(
                 ErrorCode.INVALID_REQUEST,
-                f"the run began at {report.started_at:%Y-%m-%dT%H:%M:%S%z}, and here it is "
-                f"{now:%Y-%m-%dT%H:%M:%S%z}: {MAX_RUN_AHEAD.days} day ahead is the limit, set the "
-                "clock of the job's host",
+                f"the run began at {report.started_at:%Y-%m-%dT%H:%M:%S%z}, more than "
+                f"{MAX_RUN_AHEAD.days} day after {now:%Y-%m-%dT%H:%M:%S%z}, the time of this "
+                "server: set the clock of the job's host",
                 limit=MAX_RUN_AHEAD.days,
             )
         if not await find_namespaces(self.database, [namespace]):
@@ -164,8 +164,8 @@ class RunService:
             if others >= MAX_PROCESSES:
                 raise ServerError(
                     ErrorCode.TOO_LARGE,
-                    f"{others} processes of the run {run} have reported, the limit is "
-                    f"{MAX_PROCESSES}: the others need not",
+                    f"{others} processes of the run {run} have reported, and the limit is "
+                    f"{MAX_PROCESSES}: send no further reports",
                     limit=MAX_PROCESSES,
                 )
             await put_report(connection, row)

@@ -441,7 +441,7 @@ async def _exclusive(data_dir: Path, url: str) -> AsyncIterator[tuple[Path, Path
     parsed = make_url(url)
     is_sqlite = parsed.get_backend_name() == "sqlite"
     staged = (Path(parsed.database or "").parent if is_sqlite else data_dir) / "restore.sqlite3"
-    lock = ServerLock(data_dir / "server.lock")  # which servers of earlier releases hold, too
+    lock = ServerLock(data_dir / "server.lock")  # held by servers of earlier releases
     try:
         with hold_database(data_dir, is_exclusive=True) as is_free:
             if not (is_free and lock.was_alone) or await asyncio.to_thread(is_in_use, url):

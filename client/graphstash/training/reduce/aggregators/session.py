@@ -150,8 +150,8 @@ class Session:
         """
         if self._process != os.getpid():
             raise AggregationError(
-                f"these sums are those of process {self._process}, of which this one is a fork: "
-                "only that one is a rank"
+                f"this process is a fork of the rank's process {self._process}, and only that "
+                "process may use these sums"
             )
         if not self._is_used.acquire(blocking=False):
             raise RuntimeError(
