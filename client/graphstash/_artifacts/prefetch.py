@@ -39,16 +39,16 @@ Outcome: TypeAlias = Fetched | CacheError | None
 _WORKERS: Final = 8
 """Parallel downloads. More would take the server's capacity from other jobs."""
 
-_LEAST_BYTES: Final = 4096
+_MIN_BYTES: Final = 4096
 """Bytes that a smaller artifact counts as, because every request has a cost."""
 
-_MOST_SECONDS: Final = 3600.0
+_MAX_COMPILE_SECONDS: Final = 3600.0
 """Maximum compile time that counts for the order: publishers may claim any time."""
 
 _LOOK_SECONDS: Final = 0.2
 """Seconds between checks of `is_stopped`."""
 
-_LEAST_WAIT_SECONDS: Final = 0.1
+_MIN_WAIT_SECONDS: Final = 0.1
 
 _PAUSE_SECONDS: Final = 0.02
 _MAX_PAUSE_SECONDS: Final = 2.0
@@ -179,7 +179,7 @@ class Prefetch:
 
     def _wait(self, busy: BusyError, signal: Callable[[], None]) -> bool:
         """Sleep before the next call to a busy server. Return False to give up."""
-        seconds = max(busy.retry_after_seconds, _LEAST_WAIT_SECONDS)
+        seconds = max(busy.retry_after_seconds, _MIN_WAIT_SECONDS)
         with self._counting:
             now, config = monotonic(), self._stash.config
             since = now if self._busy_since is None else self._busy_since
@@ -235,7 +235,7 @@ def _shared(
     turns = []
     for info in found:
         writer = writers.get(info.key)
-        taken_bytes[writer] += max(info.size_bytes, _LEAST_BYTES)
+        taken_bytes[writer] += max(info.size_bytes, _MIN_BYTES)
         turns.append((taken_bytes[writer], info))
     return [info for _, info in sorted(turns, key=itemgetter(0))]
 
@@ -246,4 +246,4 @@ def _value(info: "ArtifactInfo") -> float:
 
 def value_of(compile_seconds: float, size_bytes: int) -> float:
     """Return the value of a transfer: compile seconds that it saves, per byte."""
-    return min(compile_seconds, _MOST_SECONDS) / max(size_bytes, _LEAST_BYTES)
+    return min(compile_seconds, _MAX_COMPILE_SECONDS) / max(size_bytes, _MIN_BYTES)

@@ -16,7 +16,7 @@ from graphstash_schema.listing import ArtifactList, ArtifactQuery
 __all__ = ["PatientClient", "fail_midway", "patiently"]
 
 _PATIENCE_SECONDS: Final = 60.0
-_MOST_SECONDS: Final = 3600.0
+_MAX_SECONDS: Final = 3600.0
 _TRIES: Final = 8
 
 _T = TypeVar("_T")
@@ -31,7 +31,7 @@ class PatientClient(ServerClient):
                 config,
                 connect_seconds=max(10.0, config.connect_seconds),
                 first_byte_seconds=max(_PATIENCE_SECONDS, config.first_byte_seconds),
-                fetch_seconds=_MOST_SECONDS,
+                fetch_seconds=_MAX_SECONDS,
             )
         )
 

@@ -11,7 +11,7 @@ __all__ = ["JaxRanks", "ranks"]
 _MAX_WAIT_SECONDS: Final = 60.0
 """Maximum seconds per call; a longer wait consists of several calls."""
 
-_SHORTEST_WAIT_SECONDS: Final = 0.1
+_MIN_WAIT_SECONDS: Final = 0.1
 """Minimum seconds per call. A wait shorter than the round trip to the service finds nothing."""
 
 
@@ -57,7 +57,7 @@ class JaxRanks:
             seconds = min(left, _MAX_WAIT_SECONDS)
             try:
                 found: bytes = self._client.blocking_key_value_get_bytes(
-                    name, int(max(seconds, _SHORTEST_WAIT_SECONDS) * 1000)
+                    name, int(max(seconds, _MIN_WAIT_SECONDS) * 1000)
                 )
             except RuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):

@@ -44,7 +44,7 @@ from graphstash.training.sharding import is_sharded
 __all__ = ["Muon", "muon_groups"]
 
 _COEFFICIENTS: Final = (3.4445, -4.7750, 2.0315)
-_LEAST_NORM: Final = 1e-7
+_MIN_NORM: Final = 1e-7
 _CYCLED: Final = "max_momentum"
 """Key that OneCycleLR and CyclicLR add to a group if they cycle the momentum."""
 _RATIOS: Final[Mapping[str, Callable[[int, int], float]]] = {
@@ -84,7 +84,7 @@ def _orthogonal(
     x = matrix.to(torch.bfloat16)
     is_tall = x.shape[0] > x.shape[1]
     x = x.T if is_tall else x  # makes X X^T the smaller of the two products
-    x = x / x.norm().clamp(min=_LEAST_NORM)
+    x = x / x.norm().clamp(min=_MIN_NORM)
     for _ in range(iterations):
         gram = x @ x.T
         x = _sum(a, x, 1.0, _sum(b, gram, c, gram, gram), x)

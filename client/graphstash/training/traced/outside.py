@@ -22,7 +22,7 @@ from graphstash.training.traced.step import State, TracedStep
 
 __all__ = ["NO_CHANGES", "Changes", "Outside", "Place"]
 
-_MOST: Final = 100_000
+_MAX_OBJECTS: Final = 100_000
 """Objects that are searched."""
 
 _FOREIGN: Final = ("torch", "numpy", "graphstash", "builtins", "typing", "collections", "functools")
@@ -112,7 +112,7 @@ def _search(function: Callable[..., object]) -> Iterator[tuple[Place, Tensor]]:
     places: set[tuple[int, object]] = set()
     kept: list[object] = []  # keeps the objects alive, see `Outside`
     for name, each in queue:
-        if id(each) in seen or len(seen) >= _MOST:
+        if id(each) in seen or len(seen) >= _MAX_OBJECTS:
             continue
         seen.add(id(each))
         kept.append(each)

@@ -44,7 +44,7 @@ caller resends it later.
 """
 
 
-_LONGEST_SECONDS: Final = 2.0
+_MAX_ADVANCE_SECONDS: Final = 2.0
 """Maximum advance of a clock per call. A running process waits at most half of it."""
 
 
@@ -63,7 +63,7 @@ class AwakeClock:
     def __call__(self) -> float:
         """Return the time in seconds."""
         now = self._clock()
-        self._missed += max(0.0, now - self._last - _LONGEST_SECONDS)
+        self._missed += max(0.0, now - self._last - _MAX_ADVANCE_SECONDS)
         self._last = now
         return now - self._missed
 

@@ -34,9 +34,9 @@ from graphstash.training.reduce.aggregators.datagrams import (
 
 __all__ = ["AggregationError", "BlockRows", "Outgoing", "Totals", "Worker"]
 
-_FIRST_WAIT: Final = 0.1
-_SHORTEST_WAIT: Final = 0.05
-_LONGEST_WAIT: Final = 1.0
+_FIRST_RESEND_SECONDS: Final = 0.1
+_MIN_RESEND_SECONDS: Final = 0.05
+_MAX_RESEND_SECONDS: Final = 1.0
 """Seconds until a datagram is resent: the first wait, and limits of later waits. No wait is over a
 fifth of `lost_after_seconds`, so a worker sends a datagram about five times or more before the
 aggregator counts as dead."""
@@ -144,7 +144,7 @@ class Worker:
         self._tensors = 0
         self._union_blocks = self._finished_rounds = 0
         self._last_heard = [0.0] * len(seals)
-        self._resend_timeout = _ResendTimeout(min(_LONGEST_WAIT, lost_after_seconds / 5))
+        self._resend_timeout = _ResendTimeout(min(_MAX_RESEND_SECONDS, lost_after_seconds / 5))
         self._streams: dict[tuple[int, int], _Stream] = {}
 
     @property
@@ -343,7 +343,7 @@ class _ResendTimeout:
 
     def __init__(self, longest: float) -> None:
         self.longest = longest
-        self.seconds = min(_FIRST_WAIT, longest)
+        self.seconds = min(_FIRST_RESEND_SECONDS, longest)
         self._mean: float | None = None
         self._deviation = 0.0
 
@@ -360,4 +360,4 @@ class _ResendTimeout:
             self._deviation += (abs(seconds - self._mean) - self._deviation) / 4
             self._mean += (seconds - self._mean) / 8
         wait = self._mean + 4 * self._deviation
-        self.seconds = min(max(wait, _SHORTEST_WAIT), self.longest)
+        self.seconds = min(max(wait, _MIN_RESEND_SECONDS), self.longest)
