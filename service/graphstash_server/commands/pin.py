@@ -55,6 +55,11 @@ def pin(
             until=until,
             actor=Actor.local(),
         )
+        if not count:
+            fail(
+                f"the job {job} has no manifest in the namespace {namespace}: run it with "
+                f"`graphstash run --job {job}` first"
+            )
         what = "pinned until unpinned" if for_ is None else f"pinned for {for_}"
         _print_result(count, job, what, until=until, as_json=as_json)
 
@@ -68,6 +73,8 @@ def unpin(job: _Job, *, namespace: _Namespace = "default", as_json: Json = False
         count = await context.pins.unpin(
             parse(Namespace, namespace), parse(ManifestName, job), actor=Actor.local()
         )
+        if not count:
+            fail(f"the job {job} has no manifest in the namespace {namespace}: nothing to unpin")
         _print_result(count, job, "no longer pinned", until=None, as_json=as_json)
 
     run_with_services(work)
@@ -76,8 +83,6 @@ def unpin(job: _Job, *, namespace: _Namespace = "default", as_json: Json = False
 def _print_result(
     count: int, job: str, what: str, *, until: datetime | None, as_json: bool
 ) -> None:
-    if not count:
-        fail(f"the job {job} has no manifest: run it with `graphstash run --job {job}` first")
     if as_json:
         pinned = until.isoformat() if until else None
         typer.echo(json.dumps({"job": job, "artifacts": count, "pinned_until": pinned}, indent=2))
