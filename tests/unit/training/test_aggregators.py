@@ -514,5 +514,5 @@ def test_secret_has_32_bytes_that_only_its_owner_reads_and_is_not_sent(tmp_path)
     assert not offer.problem
     assert b"x" * 32 not in pickle.dumps(offer)
     path.chmod(0o604)
-    with pytest.raises(ConfigError, match=rf"too \(mode 604\): chmod 600 {path}"):
+    with pytest.raises(ConfigError, match=rf"may use it \(mode 604\): chmod 600 {path}"):
         read_secret(path)
