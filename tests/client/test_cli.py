@@ -321,7 +321,8 @@ def test_status_shows_a_server_to_people_and_to_scripts(server, tmp_path):
     assert answer["server"]["version"]
     assert answer["local"]["size_bytes"] == 0
     result = here("prefetch", "job", "--url", server.url, **settings)
-    assert (result.returncode, "no run recorded artifacts of the job 'job'" in result.stderr) == (1, True)
+    assert result.returncode == 1
+    assert "no run recorded artifacts of the job 'job'" in result.stderr
 
 
 def test_status_shows_the_limit_of_the_store_and_calls_downloads_so(tmp_path):
