@@ -311,6 +311,8 @@ def meaning(chosen: dict[str, str]) -> object:
     found["environment"] = _SAME_ENVIRONMENTS.get(found["environment"], found["environment"])
     if found["input"] in _SAME_INPUTS:
         found["input"] = _PLAIN_INPUT
+    if (found["setting"], found["place"]) == ("debug_nans = True", "donate_argnums=0"):
+        found["place"] = ""  # JAX then donates nothing
     if " = " in found["setting"]:
         found["setting"] = ""
     if "preferred_element_type" in found["operation"] and "float32" in found["input"]:
