@@ -107,7 +107,7 @@ def _where(settings: Settings) -> str:
     variables = {}
     if directory != user_data_dir().absolute():
         variables["DATA_DIR"] = str(directory)
-    if settings.database_url != load_settings(data_dir=directory, database_url="").database_url:
+    if not settings.has_default_database:
         variables["DATABASE_URL"] = make_url(settings.database_url).render_as_string()
     return "".join(f"GRAPHSTASH_{name}={shlex.quote(text)} " for name, text in variables.items())
 

@@ -253,9 +253,17 @@ class DatabaseSettings(_Group):
     @model_validator(mode="after")
     def _default_database(self) -> Self:
         if not self.database_url:
-            path = self.data_dir.absolute() / "graphstash.sqlite3"
-            object.__setattr__(self, "database_url", f"sqlite+aiosqlite:///{path}")
+            object.__setattr__(self, "database_url", self._default_url)
         return self
+
+    @property
+    def has_default_database(self) -> bool:
+        """Whether the database is the SQLite file in the data directory."""
+        return self.database_url == self._default_url
+
+    @property
+    def _default_url(self) -> str:
+        return f"sqlite+aiosqlite:///{self.data_dir.absolute() / 'graphstash.sqlite3'}"
 
 
 class StoreSettings(_Group):

@@ -213,8 +213,9 @@ class CompileCache:
             if is_found:
                 return None
             refused = self._refused.pop(key, None)
+            count = self.counters.miss if refused is None else self.counters.uncached
             if not request.is_optional:
-                (self.counters.miss if refused is None else self.counters.uncached)(key)
+                count(key)
         except CacheError as error:
             self.record_fallback(error)
             self.counters.uncached(key)
