@@ -186,9 +186,10 @@ class ServerSettings:
     """Server, namespaces and timeouts."""
 
     url: str = setting(find_own_server, text(_checked_url), Option())
-    """Base URL of the server, or `unix:<path>` of its socket. Default: the server that `graphstash
-    init` stored, else the one that this user runs on this host (`graphstash serve`). Without a
-    server, or with the value `none`, a job uses only its local tier."""
+    """Base URL of the server, or `unix:<path>` of its socket. Default: the address that `graphstash
+    init` stored. If it stored no address, the server that this user runs on this host with
+    `graphstash serve`. Without a server, or with the value `none`, a job uses only its local
+    tier."""
     namespace: Namespace = setting(Namespace("default"), text(Namespace), Option())
     """Namespace to publish artifacts to and to read from."""
     read_namespaces: tuple[Namespace, ...] = setting(

@@ -63,7 +63,7 @@ def test_interrupt_is_raised_after_the_outermost_frame_of_the_callback():
         signal.raise_signal(signal.SIGINT)
 
     interceptor._compile = compile_and_signal
-    interceptor._intercept = partial(interceptor._intercept)  # looks after a call of C code
+    interceptor._intercept = partial(interceptor._intercept)  # C code, so Python looks after it
     with pytest.raises(KeyboardInterrupt):
         wait_after(lambda: FUNCTION_TYPE(table[slot])(ctypes.addressof(args)))
     interceptor.close()

@@ -211,8 +211,9 @@ def test_pinned_job_is_not_evicted_until_it_is_unpinned(api, monkeypatch):
     assert result == {"job": "gpt", "artifacts": 1, "pinned_until": None}
     monkeypatch.setenv("GRAPHSTASH_SOFT_LIMIT_BYTES", "9000")
     assert "1 artifact evicted" in run(gc, "--evict-now")
-    assert "`graphstash run --job nobody` first" in run(pin, "nobody", status=1)
-    assert "nobody has no manifest in the namespace default" in run(unpin, "nobody", status=1)
+    assert "`graphstash run --job unknown` first" in run(pin, "unknown", status=1)
+    missing = "the job unknown has no manifest in the namespace default: nothing to unpin"
+    assert missing in run(unpin, "unknown", status=1)
     assert "Nobody!" in run(pin, "x", "--namespace", "Nobody!", status=2)
 
 

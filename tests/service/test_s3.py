@@ -146,7 +146,7 @@ class TestTrouble:
             proxy.fault = S3Fault.HANG
 
             with monkeypatch.context() as patch:
-                if method != "DELETE":  # which needs no deadline, but time for the commit before it
+                if method != "DELETE":  # whose commit needs its time
                     patch.setattr(uploads, "_STORE_SECONDS", 4.0)
                 patch.setattr(uploads, "_DROP_SECONDS", 2.0)
                 answer = api.put(b"new", number)

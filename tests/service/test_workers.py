@@ -169,7 +169,7 @@ def test_server_that_has_no_free_descriptor_restarts_killed_workers_later(start)
 
     server.kill_worker(other)
     with socket.create_connection(("127.0.0.1", server.port)):
-        # It cannot be accepted and so stays ready: the server pauses between its attempts.
+        # The server cannot accept the connection, so its listener stays ready.
         until(lambda: "cannot close new connections (Too many open files)" in server.log)
     resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, limits)
     until(lambda: serving(server) == 4)

@@ -25,16 +25,16 @@ def call_back(function):
 @pytest.mark.parametrize("raised", [KeyboardInterrupt(), StoppedError("by the scheduler", 15)])
 def test_exception_is_raised_where_the_c_code_returns(raised):
     """JAX calls its compiler and then drops all exceptions of the next lines."""
-    went_on = threading.Event()
+    continued = threading.Event()
 
-    def compile_and_go_on():
+    def compile_and_continue():
         call_back(lambda: raise_after(sys._getframe(), raised))
-        went_on.set()
+        continued.set()
 
     with pytest.raises(type(raised)) as error:
-        compile_and_go_on()
+        compile_and_continue()
     assert error.value.args == raised.args
-    assert not went_on.is_set()
+    assert not continued.is_set()
 
 
 def test_exception_waits_until_its_frame_is_left():
@@ -74,7 +74,7 @@ def test_exception_is_not_raised_in_a_child_of_another_thread(monkeypatch):
         if (child := os.fork()) == 0:
             try:
                 for _ in range(1000):
-                    time.sleep(0)  # Python looks for pending calls when a thread goes on
+                    time.sleep(0)  # Python looks for pending calls when a thread continues
             except BaseException:
                 os._exit(1)
             os._exit(0)

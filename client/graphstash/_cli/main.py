@@ -59,7 +59,7 @@ _COMMANDS: Final = {
         "audit": "Show the audit log, newest first.",
         "backup": "Back up the database and all blobs, while servers run.",
         "clock": "Show whether the servers delete by age, or accept a clock that jumped.",
-        "fsck": "Check the database, that no artifact lacks its blob, and no blob is an orphan.",
+        "fsck": "Check the database, and that artifacts and blobs match.",
         "gc": "Collect garbage: enforce limits and retention, delete marked blobs and orphans.",
         "migrate": "Upgrade the database to the revision of this release.",
         "namespace": "Manage namespace policies: who may write, how much, and whether artifacts "

@@ -41,7 +41,7 @@ def fsck(
     orphans_older_than: OrphanAge = "1h",
     as_json: JsonLines = False,
 ) -> None:
-    """Check the database, that no artifact lacks its blob, and no blob is an orphan.
+    """Check the database, and that artifacts and blobs match.
 
     Exits with 1 if a problem remains. Can run while servers run. Does not repair a corrupt
     database: restore a backup.
