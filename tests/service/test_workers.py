@@ -157,20 +157,26 @@ def test_workers_share_one_port_and_the_rate_of_a_namespace(start, connect, tmp_
     assert "Traceback" not in server.log
 
 
+@pytest.mark.extended
 def test_server_that_has_no_free_descriptor_restarts_killed_workers_later(start):
     server = start("--workers", "2")
     limits = resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE)
     resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, (0, limits[1]))
     one, other = server.workers
+    failed_start = "cannot start a worker (Too many open files); will retry"
+    failed_refusal = "cannot close new connections (Too many open files); will retry"
 
     server.kill_worker(one)
-    until(lambda: "cannot start a worker (Too many open files); will retry" in server.log)
+    until(lambda: failed_start in server.log)
     assert "ok" in asked(server)
 
     server.kill_worker(other)
     with socket.create_connection(("127.0.0.1", server.port)):
-        # The server cannot accept the connection, so its listener stays ready.
-        until(lambda: "cannot close new connections (Too many open files)" in server.log)
+        until(lambda: failed_refusal in server.log)
+        earlier = server.log.count(failed_start)
+        until(lambda: server.log.count(failed_start) > earlier)
+        # The connection stays ready. Without pauses, there would be thousands of attempts.
+        assert server.log.count(failed_refusal) < 500
     resource.prlimit(server.process.pid, resource.RLIMIT_NOFILE, limits)
     until(lambda: serving(server) == 4)
 

@@ -197,7 +197,6 @@ class _Supervisor:
             pass  # the client closed it first
         except OSError as error:  # the connection stays, so without a pause this would repeat
             _LOGGER.warning("cannot close new connections (%s); will retry", error.strerror)
-            self._set_turning_away(False)
             self._turn_away_at = monotonic() + _UNSERVED_SECONDS
 
     def _rest_seconds(self, now: float) -> float | None:
