@@ -22,6 +22,7 @@ from graphstash_server.services.identity.authentication import (
     KnownTokens,
 )
 from graphstash_server.services.identity.tokens import TokenService
+from graphstash_server.services.jobs.leases import LeaseService
 from graphstash_server.settings import load_settings
 from support.api import digest_header
 from support.services import ACTOR, FakeClock, new_token
@@ -215,6 +216,27 @@ def test_waiter_whose_token_is_revoked_gets_no_lease(guarded, admin):
         assert admin.release(held, "failed").status_code == 204
         assert answer.result() == 401
     assert admin.acquire().status_code == 201, "no caller holds the lease"
+
+
+def test_waiter_in_a_read_only_namespace_gets_403_even_if_its_lease_cannot_be_released(
+    guarded, admin, monkeypatch, caplog
+):
+    held = admin.acquire().json()["token"]
+    release = LeaseService.release
+
+    async def failing(leases, key, *, token):
+        if token != held:
+            raise ServerError(ErrorCode.UNAVAILABLE, "failed by this test")
+        await release(leases, key, token=token)
+
+    monkeypatch.setattr(LeaseService, "release", failing)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(admin.acquire, wait=60)
+        until(lambda: admin.http.get("/v1/stats").json()["waiters"])
+        guarded.set_policy(admin.namespace, mode="read_only")
+        assert admin.release(held, "failed").status_code == 204
+        assert answer.result().status_code == 403
+    assert "failed by this test" in caplog.text
 
 
 def test_waiter_in_a_namespace_that_became_read_only_gets_no_lease(guarded, admin):

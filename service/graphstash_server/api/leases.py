@@ -1,6 +1,7 @@
 """POST, PUT and DELETE of a lease: request, renew and release it."""
 
 import asyncio
+import logging
 from typing import Final
 
 from fastapi import Request, Response
@@ -24,6 +25,8 @@ from graphstash_server.services.jobs.leases import Acquisition
 from graphstash_server.services.namespaces import check_writable
 
 __all__ = ["router"]
+
+_LOGGER = logging.getLogger(__name__)
 
 router = Calls(prefix=API_PREFIX, tags=["leases"])
 
@@ -93,7 +96,10 @@ async def acquire_lease(call: NamespaceCall) -> Response:
             check_writable(key.namespace, call.policy)
     except ServerError:  # the caller may no longer write: free the lease for others
         if reply.token is not None:
-            await leases.release(key, token=reply.token)
+            try:
+                await leases.release(key, token=reply.token)
+            except ServerError as error:
+                _LOGGER.warning("a lease that was refused lasts until it expires: %s", error)
         raise
     headers = dict(NO_STORE)
     if wait_seconds is not None:
