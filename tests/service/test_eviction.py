@@ -27,6 +27,7 @@ from graphstash_server.errors import NoSpaceError, ServerError, ShortBlobError
 from graphstash_server.eviction_order import HALF_LIFE
 from graphstash_server.services.artifacts import blobs, service
 from graphstash_server.services.artifacts.eviction import Planned
+from graphstash_server.services.maintenance import schedule
 from graphstash_server.services.maintenance.garbage import GarbageOptions, collect_garbage
 from graphstash_server.testing.stores import as_chunks
 from support.services import ACTOR, ServiceClient, key_of, upload_of
@@ -645,6 +646,29 @@ async def test_wanted_eviction_in_corrupt_database_does_not_block_the_event_loop
         )
         await has_begun.wait()
         assert not task.done()
+        task.cancel()
+
+
+async def test_wanted_eviction_waits_for_the_pause_after_a_failed_round(opened, monkeypatch):
+    monkeypatch.setattr(schedule, "_FAILED_SECONDS", 3600)
+    async with opened() as store:
+        maintenance = store.context.maintenance
+        rounds, has_failed = [], asyncio.Event()
+
+        async def failing():
+            rounds.append(1)
+            store.context.evictor.is_needed.set()
+            has_failed.set()
+            raise ServerError(ErrorCode.UNAVAILABLE, "no database")
+
+        maintenance.run_once = failing
+        task = asyncio.create_task(
+            maintenance.run(every_seconds=3600, started_at=START, was_alone=False)
+        )
+        await has_failed.wait()
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert len(rounds) == 1
         task.cancel()
 
 
