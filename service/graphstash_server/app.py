@@ -1,7 +1,7 @@
 """create_app: build a server's ASGI application from its routes, middleware and context."""
 
 import asyncio
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -55,11 +55,12 @@ class ServerApp(FastAPI):
 
     Attributes:
         context: what the lifespan opens when it starts, and closes when it ends.
-        requests: the tasks of the HTTP server. The context is closed after they have ended.
+        requests: the tasks of the HTTP server, and the work of uploads that outlasts them. The
+            context is closed after they have ended.
     """
 
     context: ProcessContext
-    requests: Collection[asyncio.Task[None]] = ()
+    requests: set[asyncio.Task[Any]]
 
     def __init__(self, **options: Any) -> None:
         super().__init__(
@@ -69,6 +70,7 @@ class ServerApp(FastAPI):
             redirect_slashes=False,
             **options,
         )
+        self.requests = set()
         self._documenting = asyncio.Lock()
 
     async def document(self) -> dict[str, Any]:
@@ -120,6 +122,7 @@ def create_app(
             settings, blob_store=blob_store, counters=counters, clock=clock, tracing=tracing
         ) as context:
             app.context = app.state.context = context
+            context.uploads.tasks = app.requests
             yield
             await app.end_requests()
 

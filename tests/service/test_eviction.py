@@ -29,6 +29,8 @@ from graphstash_server.services.artifacts import blobs, service
 from graphstash_server.services.artifacts.eviction import Planned
 from graphstash_server.services.maintenance import schedule
 from graphstash_server.services.maintenance.garbage import GarbageOptions, collect_garbage
+from graphstash_server.storage.base import CHUNK_BYTES
+from graphstash_server.testing import MemoryBlobStore
 from graphstash_server.testing.stores import as_chunks
 from support.services import ACTOR, ServiceClient, key_of, upload_of
 from support.statements import recorded
@@ -695,6 +697,30 @@ async def test_wanted_eviction_takes_one_round_of_maintenance(opened):
             await asyncio.sleep(0)
         assert rounds == 2
         task.cancel()
+
+
+async def test_time_to_make_room_counts_toward_the_deadline_of_an_upload(opened, monkeypatch):
+    """Each step of the upload is in time, and all of them together are not."""
+    loop, delete = asyncio.get_running_loop(), MemoryBlobStore.delete
+    now, passed_seconds = loop.time, 0.0
+
+    async def slow(blobs, digest, **name):
+        nonlocal passed_seconds
+        passed_seconds += 7
+        await asyncio.sleep(0)
+        return await delete(blobs, digest, **name)
+
+    monkeypatch.setattr(loop, "time", lambda: now() + passed_seconds)
+    monkeypatch.setattr(MemoryBlobStore, "delete", slow)
+    async with opened(store_limit_bytes=9 * CHUNK_BYTES) as store:
+        for number in range(8):
+            await store.add(number, CHUNK_BYTES)
+        chunks = [b"%d" % number * CHUNK_BYTES for number in range(8)]
+        upload = upload_of(key_of(9), b"".join(chunks))
+        with pytest.raises(ServerError) as refused:
+            await store.context.uploads.publish(upload, as_chunks(*chunks))
+        assert refused.value.code is ErrorCode.UNAVAILABLE
+        assert not await store.has(9)
 
 
 @pytest.mark.sql

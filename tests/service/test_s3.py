@@ -23,6 +23,7 @@ from support.meter import Meter
 from support.moto import CREDENTIALS, s3_settings
 from support.s3_proxy import S3Fault, S3Proxy
 from support.waiting import until
+from support.wire import Wire, head
 
 SMALL = b"small" * 1000
 LARGE = bytes(range(256)) * 20_000  # 5 MB, more than the sockets' buffers
@@ -167,6 +168,40 @@ class TestTrouble:
             assert artifacts == (1 if number == 2 else 2)
             until(lambda: len(objects(moto, bucket)) == artifacts)
         assert list((tmp_path / "spool").iterdir()) == []
+
+    def test_commits_that_continue_are_few_and_a_server_that_stops_awaits_them(
+        self, *, tmp_path, proxy, moto, bucket, monkeypatch, connect, problem
+    ):
+        settings = s3_settings(proxy.url, bucket, log_level="error", shutdown_seconds=60)
+        proxy.strikes = lambda seen: seen.method == "HEAD"
+        monkeypatch.setattr(uploads, "_STORE_SECONDS", 4.0)
+        monkeypatch.setattr(uploads, "_DROP_SECONDS", 2.0)
+        monkeypatch.setattr(uploads, "_MAX_LATE", 1)
+        with (
+            ThreadPoolExecutor(1) as pool,
+            LiveServer(tmp_path, **settings) as server,
+            Wire(server.url) as idle,
+        ):
+            api, other = connect(server.url), connect(server.url)
+            assert idle.ask(head("GET", "/healthz")).status == 200
+            proxy.fault = S3Fault.HANG
+            first = pool.submit(other.put, b"first", 1)
+            until(lambda: proxy.struck[S3Fault.HANG] == 1)
+
+            problem(api.put(b"second", 2), 503, "unavailable", "blob store")
+            problem(first.result(), 503, "unavailable", "blob store")
+            problem(api.put(b"third", 3), 503, "unavailable", "1 earlier uploads still wait")
+            stopping = pool.submit(server.stop)
+            assert idle.answer() is None
+            proxy.fault = S3Fault.NONE
+            proxy.resume.set()  # ends the request that hangs
+            stopping.result()
+        assert proxy.count("PUT", within=Digest.of(b"third").sha256) == 0
+
+        with LiveServer(tmp_path, **settings) as server:
+            api = connect(server.url)
+            assert [api.get(number).status_code for number in (1, 2, 3)] == [200, 404, 404]
+            assert len(objects(moto, bucket)) == 1
 
     def test_upload_that_waits_for_a_silent_bucket_is_answered_and_never_sent(
         self, *, tmp_path, proxy, bucket, monkeypatch, connect, problem

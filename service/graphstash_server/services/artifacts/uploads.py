@@ -142,8 +142,9 @@ class CommitBatcher:
         try:
             while waiting:
                 batch, waiting[:] = waiting[:_MAX_BATCH], waiting[_MAX_BATCH:]
-                batch.sort(key=lambda each: each[0].key.columns)
-                waiting += await self._answer(batch)
+                if batch := [each for each in batch if not each[1].done()]:  # else cancelled
+                    batch.sort(key=lambda each: each[0].key.columns)
+                    waiting += await self._answer(batch)
         finally:
             del self._waiting[namespace]
 
@@ -389,13 +390,18 @@ _LOGGER = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _STORE_SECONDS: Final = 30.0
-"""Seconds that the server may work on the bytes received so far before it needs more or answers."""
+"""Seconds that the server may work on an upload, and make room for it, before it answers. Waits for
+the client's bytes do not count."""
 
 _MIN_BYTES_PER_SECOND: Final = 1024**2
-"""Slowest store that can take a large blob: it adds a second per mebibyte to the last wait."""
+"""Slowest store that can take a large blob: each mebibyte received adds a second."""
 
 _DROP_SECONDS: Final = 5.0
 """Seconds that an answer waits for the deletion of an unused blob."""
+
+_MAX_LATE: Final = _MAX_BATCH
+"""Maximum commits that continue after the answer at the deadline. When the store or the database
+recovers, one transaction commits as many. They keep at most 2 MiB of metadata in memory."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -416,7 +422,8 @@ class UploadService:
     max_artifact_bytes: int
 
     def __post_init__(self) -> None:
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self.tasks: set[asyncio.Task[Any]] = set()  # a server shares its own, which it ends
+        self._late: set[asyncio.Task[bool]] = set()
 
     async def publish(self, upload: Upload, chunks: AsyncIterator[bytes]) -> bool:
         """Store an artifact. Return False if the key already had the same bytes.
@@ -428,6 +435,12 @@ class UploadService:
                 deadline, the artifact may still become visible.
         """
         self.check(upload.key.namespace, upload.digest.size_bytes, policy=upload.policy)
+        if len(self._late) >= _MAX_LATE:
+            raise ServerError(
+                ErrorCode.UNAVAILABLE,
+                f"{len(self._late)} earlier uploads still wait for the blob store or the database, "
+                "which is the limit: check both, then retry",
+            )
         existing = await self.artifacts.find_stored(upload.key)
         if existing is not None and existing.withheld_at is not None:
             raise withheld(upload, existing.digest)
@@ -447,7 +460,7 @@ class UploadService:
                 held.enter_context(self.allocator.opened(allocation))
                 async with limit:
                     is_unused = await self.collector.settle(upload.digest)
-                    received = _timed(chunks, limit, size_bytes=size_bytes)
+                    received = _timed(chunks, limit)
                     await self.blobs.put(
                         upload.digest, self.allocator.admitted_chunks(allocation, received)
                     )
@@ -458,7 +471,7 @@ class UploadService:
             if isinstance(error, TimeoutError) and limit.expired():
                 raise _too_slow() from error
             raise
-        return await _result_by(limit, committing)
+        return await self._result_by(limit, committing)
 
     async def _commit(self, upload: Upload, held: ExitStack) -> bool:
         """Make a stored blob visible, see `publish`. Then release what the upload `held`."""
@@ -498,9 +511,32 @@ class UploadService:
     def _in_background(self, work: "Coroutine[Any, Any, T]") -> "asyncio.Task[T]":
         """Start work that may outlast its request."""
         task = in_background(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
         return task
+
+    async def _result_by(self, limit: asyncio.Timeout, committing: "asyncio.Task[bool]") -> bool:
+        """Return the result of a commit. If it does not come in time, raise 503. Then the commit
+        continues, unless too many others do.
+
+        Wait a bit longer than the limit, so that a slow deletion after a commit does not hide it.
+        """
+        seconds = (limit.when() or 0.0) - asyncio.get_running_loop().time() + _DROP_SECONDS
+        try:
+            done, _ = await asyncio.wait([committing], timeout=seconds)
+        except asyncio.CancelledError:
+            committing.cancel()
+            await asyncio.wait([committing])
+            raise
+        if done:
+            return committing.result()
+        if len(self._late) < _MAX_LATE:
+            self._late.add(committing)
+            committing.add_done_callback(self._late.discard)
+        else:
+            committing.cancel()
+        committing.add_done_callback(_retrieve)
+        raise _too_slow()
 
     def check(self, namespace: Namespace, size_bytes: int, *, policy: NamespacePolicy) -> None:
         """Check policy and size limits, without a query. Raises `ServerError` 403 or 413."""
@@ -544,35 +580,19 @@ class UploadService:
         return False
 
 
-async def _timed(
-    chunks: AsyncIterator[bytes], limit: asyncio.Timeout, *, size_bytes: int
-) -> AsyncIterator[bytes]:
-    """Pass on the body. Between two chunks, suspend the limit, and restart it with each chunk."""
+async def _timed(chunks: AsyncIterator[bytes], limit: asyncio.Timeout) -> AsyncIterator[bytes]:
+    """Pass on the body. Suspend the limit while the client sends."""
     now = asyncio.get_running_loop().time
+    left_seconds = _STORE_SECONDS
     limit.reschedule(None)
     async for chunk in chunks:
-        limit.reschedule(now() + _STORE_SECONDS)
+        began = now()
+        left_seconds += len(chunk) / _MIN_BYTES_PER_SECOND
+        limit.reschedule(began + left_seconds)
         yield chunk
         limit.reschedule(None)
-    limit.reschedule(now() + _STORE_SECONDS + size_bytes / _MIN_BYTES_PER_SECOND)
-
-
-async def _result_by(limit: asyncio.Timeout, task: "asyncio.Task[T]") -> T:
-    """Return the result of a task. If it does not come in time, raise 503, and the task continues.
-
-    Wait a bit longer than the limit, so that a slow deletion after a commit does not hide it.
-    """
-    seconds = (limit.when() or 0.0) - asyncio.get_running_loop().time() + _DROP_SECONDS
-    try:
-        done, _ = await asyncio.wait([task], timeout=seconds)
-    except asyncio.CancelledError:
-        task.cancel()
-        await asyncio.wait([task])
-        raise
-    if not done:
-        task.add_done_callback(_retrieve)
-        raise _too_slow()
-    return task.result()
+        left_seconds -= now() - began
+    limit.reschedule(now() + left_seconds)
 
 
 def _retrieve(task: "asyncio.Task[Any]") -> None:
