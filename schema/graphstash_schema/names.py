@@ -85,7 +85,7 @@ class ManifestName(Word):
 
     __slots__ = ()
     form = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-    what = "manifest name"
+    what = "job name"
     code = ErrorCode.INVALID_NAME
 
 

@@ -223,7 +223,7 @@ def test_server_options_are_listed_without_the_packages_of_a_server():
         (("run", "--naemspace", "x", "--", "true"), 2, "No such option: --naemspace"),
         (("run", "--job"), 2, "requires an argument"),
         (("run", "--job=a/b", "true"), 2, "--job='a/b'"),
-        (("prefetch", "no/job"), 2, "manifest name 'no/job'"),
+        (("prefetch", "no/job"), 2, "error: job name 'no/job'"),
         (("ls", "--namespace", "Bad"), 2, "--namespace='Bad'"),
         (("ls", "--sort", "hits", "--after", "x"), 2, "raise --limit"),
         (("ls", "--kind", "java"), 2, "'triton'"),

@@ -71,6 +71,23 @@ def test_init_stores_no_answer_that_the_server_refuses(home, guarded):
     assert init("http://127.0.0.1:9", arguments=["http://127.0.0.1:9"]).exit_code == 1
 
 
+def test_invalid_address_is_named_as_the_user_gave_it(home):
+    for done, status in ((init(arguments=["ftp://x"]), 2), (init("ftp://x"), 1)):
+        assert done.exit_code == status
+        assert "'ftp://x': expected http://host:port" in done.output
+        assert "GRAPHSTASH_URL" not in done.output
+    assert not home.exists()
+
+
+def test_init_that_nobody_answers_says_what_to_pass(home, guarded):
+    for arguments in ([], [guarded.url]):
+        done = init(arguments=arguments)
+        assert done.exit_code == 2
+        assert "`graphstash init URL`" in done.output
+        assert "set GRAPHSTASH_URL and GRAPHSTASH_TOKEN" in done.output
+    assert not home.exists()
+
+
 def test_server_that_needs_no_token_is_stored_without_one(home, server):
     done = init(arguments=[server.url])
     assert done.exit_code == 0, done.output

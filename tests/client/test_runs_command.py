@@ -91,7 +91,7 @@ def test_last_run_is_compared_with_previous_or_chosen_run(two_runs, report_run, 
 def test_missing_run_is_named(two_runs, command):
     for options, status, text in (
         (("--job", "nobody"), 1, "no run of the job nobody is reported"),
-        (("--job", "a/b"), 2, "manifest name"),
+        (("--job", "a/b"), 2, "job name"),
         (("--against", "run-1"), 2, "--against goes with --job"),
         (("--job", "nightly", "--against", "run-"), 1, "2 runs begin with 'run-'"),
         (("--job", "nightly", "--against", "nothing"), 1, "no report of a run nothing"),

@@ -83,7 +83,7 @@ def test_empty_and_oversized_manifests_are_refused(api, problem):
 
 @pytest.mark.parametrize("name", ["-x", "x" * 129, "%20", "a%0ab", ".hidden"])
 def test_malformed_name_is_refused(api, problem, name):
-    problem(put(api, [1], name), 400, "invalid_name", "manifest name")
+    problem(put(api, [1], name), 400, "invalid_name", "job name")
     problem(api.http.get(path(api, name)), 400, "invalid_name")
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Iterable
-from typing import Annotated, Final, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import typer
 
@@ -66,9 +66,12 @@ def _choose_server(url: str | None) -> ClientConfig:
     while True:
         config = None
         try:
-            config = _config(url or typer.prompt("Address of the server", default=usual))
+            config = _config(url or _ask("Address of the server", default=usual))
         except ConfigError as error:
-            say(str(error))
+            text = str(error).removeprefix("GRAPHSTASH_URL=")
+            if url is not None:
+                fail(text, status=ExitStatus.USAGE)
+            say(text)
         if config is not None and config.url:
             findings, is_reached = _all(check_server(config))
             if is_reached:
@@ -83,15 +86,29 @@ def _choose_token(config: ClientConfig) -> str:
     if all(each.state is State.OK for each in findings):
         return ""
     while True:
-        token = str(typer.prompt("Token", hide_input=True)).strip()
+        token = _ask("Token", hide_input=True).strip()
         try:
             findings, _ = _all(check_access(_config(config.url, token)))
         except ConfigError as error:
-            say(str(error))
+            say(str(error).removeprefix("GRAPHSTASH_TOKEN='***': "))
         else:
             if not _show_failures(each for each in findings if each.name == "token"):
                 return token
         _end_unless_asked_again(None)
+
+
+def _ask(what: str, **options: Any) -> str:
+    try:
+        return str(typer.prompt(what, **options))
+    except typer.Abort:
+        if sys.stdin.isatty():
+            raise
+        say("")
+        fail(
+            "no terminal can answer: pass the address (`graphstash init URL`). If the server needs "
+            "a token, set GRAPHSTASH_URL and GRAPHSTASH_TOKEN for your jobs instead",
+            status=ExitStatus.USAGE,
+        )
 
 
 def _config(url: str, token: str | None = None) -> ClientConfig:

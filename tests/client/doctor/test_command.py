@@ -46,6 +46,18 @@ def test_output_works_on_terminal_without_unicode():
     assert result.stderr == ""
 
 
+def test_findings_and_advice_are_wrapped_on_a_terminal_only():
+    command = ("doctor", "--url", "http://127.0.0.1:9")
+    piped = graphstash(*command).stdout
+    shown = graphstash(*command, FORCE_COLOR=1, TERM="dumb").stdout  # of 80 columns
+    for word, following, indent in (
+        ("call", "graphstash.install()", 17),
+        ("set", "GRAPHSTASH_URL to", 19),
+    ):
+        assert f"{word} {following}" in piped
+        assert f"{word}\n{'':{indent}}{following}" in shown
+
+
 def test_answer_of_unknown_server_is_escaped_for_terminal(server):
     body = b'{"version": "\\u001b[2J\\u001b]0;owned\\u0007"}'
     with altering(server.url, body=body, graphstash_protocol="2") as url:

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import os
+import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Final, TypeVar
 
@@ -75,13 +76,22 @@ def doctor(
 
 def show(finding: Finding) -> None:
     mark, style = _MARKS[finding.state]
-    line = Text.assemble(
-        (mark, style), f" {finding.name:{_NAME_WIDTH}} {printable(finding.found, most=_MAX_SHOWN)}"
-    )
+    line = Text(_wrapped(f"{mark} {finding.name:{_NAME_WIDTH}} ", finding.found))
+    line.stylize(style, 0, len(mark))
     out.print(line, soft_wrap=True)
     if finding.advice:
-        advice = f"  {'':{_NAME_WIDTH}} → {printable(finding.advice, most=_MAX_SHOWN)}"
+        advice = _wrapped(f"  {'':{_NAME_WIDTH}} → ", finding.advice)
         out.print(Text(advice, style="bold"), soft_wrap=True)
+
+
+def _wrapped(lead: str, text: str) -> str:
+    """Return a finding on one line. On a terminal, wrap it, except in words such as paths."""
+    shown = printable(text, most=_MAX_SHOWN)
+    if not out.is_terminal:
+        return lead + shown
+    width = out.width - len(lead)
+    lines = textwrap.wrap(shown, width, break_long_words=False, break_on_hyphens=False)
+    return lead + f"\n{'':{len(lead)}}".join(lines)
 
 
 def _summary(findings: list[Finding]) -> str:
