@@ -1,5 +1,6 @@
 """Jobs of a team compile each graph once, and a job continues after any failure."""
 
+import os
 import tempfile
 import threading
 import time
@@ -162,6 +163,20 @@ def test_results_truncated_by_a_full_disk_leave_no_file_and_are_not_visible(
     assert host.stats.fallbacks == {"local_io": 2}
 
 
+def test_result_that_waits_for_its_upload_has_no_name_that_a_kill_would_leave(
+    hosts, tmp_path, monkeypatch
+):
+    host, temporary = hosts("a"), tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    with uploads_wait(host):
+        host.cache.begin(request(1)).publish_bytes(b"graph", compile_seconds=0)
+        assert list(temporary.iterdir()) == []
+        assert host.build(1) == b"graph"
+    assert (host.compiles, host.stats.published) == (0, 1)
+    assert hosts("b").build(1) == b"graph"
+
+
 def test_a_read_only_job_takes_no_lease_and_keeps_its_artifacts_to_itself(hosts):
     reader, other = hosts("a", read_only=True), hosts("b")
     for _ in range(2):
@@ -238,17 +253,11 @@ def test_interrupted_look_up_releases_its_lease(hosts):
 
 def test_interrupted_write_of_a_result_leaves_no_lease_and_no_file(hosts, tmp_path, monkeypatch):
     """The interrupt comes while the result is written to the upload's file."""
-    make = tempfile.NamedTemporaryFile
-
-    def interrupted(**options):
-        file = make(**options, dir=tmp_path)
-        file.write = interrupt
-        return file
-
-    monkeypatch.setattr(tempfile, "NamedTemporaryFile", interrupted)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "dup", interrupt)
     with pytest.raises(KeyboardInterrupt):
         hosts("a").build(1)
-    assert list(tmp_path.glob("graphstash-*")) == []
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == []
     assert granted_to_another(hosts)
 
 

@@ -3,6 +3,7 @@ import fcntl
 import math
 import os
 import stat
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -117,6 +118,30 @@ def test_private_directory_serves_process_without_cache_directory(tmp_path, limi
     tier.close()
     assert not private.exists()
     assert place.exists() == bool(limit_bytes)
+
+
+def test_private_directory_of_a_killed_process_is_removed_a_day_later(tmp_path, monkeypatch):
+    program = """
+        import os, signal
+        from pathlib import Path
+        from graphstash._artifacts.local_tier import LocalTier
+        tier = LocalTier(Path("/nowhere"), limit_bytes=0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    python(program, TMPDIR=tmp_path)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (killed,) = tmp_path.iterdir()
+    living, link = LocalTier(tmp_path, limit_bytes=0), tmp_path / f"{killed.name}-link"
+    link.symlink_to(killed)
+    assert killed.exists()
+
+    for each in (killed, living.root):
+        os.utime(each, (0, 0))
+    LocalTier(tmp_path, limit_bytes=0).close()
+    assert not killed.exists()
+    assert living.root.exists()
+    assert link.is_symlink()
+    living.close()
 
 
 def test_stale_temporary_files_are_removed_and_files_in_use_kept(tmp_path, monkeypatch):

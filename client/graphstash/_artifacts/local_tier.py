@@ -38,6 +38,7 @@ from pathlib import Path
 from time import monotonic, sleep, time
 from typing import IO, TYPE_CHECKING, Final, NamedTuple
 
+from graphstash._abandoned import hold, remove_abandoned
 from graphstash._artifacts.spill import SpillFile
 from graphstash._forking import close_unshared, forkable, open_unshared
 from graphstash._trust.provenance import append_provenance, open_ours, read_provenance
@@ -79,6 +80,8 @@ _LOCK_POLL_SECONDS: Final = 0.02
 
 _STALE_SECONDS: Final = 24 * 3600.0
 """Age in seconds from which a temporary file is removed, unless a process holds it."""
+
+_PRIVATE: Final = "graphstash-private-"
 
 _MAX_AHEAD_SECONDS: Final = 3600.0
 """Seconds that a time of last use may be ahead of now. A later time is from a wrong clock."""
@@ -136,7 +139,8 @@ class LocalTier:
                 self.is_private = True
         self.root = root
         if self.is_private:
-            self.root = Path(tempfile.mkdtemp(prefix="graphstash-"))
+            remove_abandoned(_PRIVATE)
+            self.root = Path(tempfile.mkdtemp(prefix=_PRIVATE))
             atexit.register(self._remove_private)
             try:
                 self._place = _prepare(self.root)
@@ -144,6 +148,8 @@ class LocalTier:
                 self._remove_private()  # again at exit: it needs free descriptors
                 raise
         self._root = int(self._place.name)
+        if self.is_private:
+            hold(self._root)
         closing = weakref.finalize(self, os.close, self._root)
         closing.atexit = False  # work drained at exit still uses the directory
 

@@ -4,6 +4,7 @@ HeldLease: the right to compile, renewed while the compiler runs.
 """
 
 import io
+import os
 import shutil
 import tempfile
 import threading
@@ -92,6 +93,25 @@ class HeldLease:
                 self._server.release(self._key, self._token, self._outcome)
 
 
+class _UnnamedFile:
+    """A temporary file that no directory lists, so that a killed process leaves nothing behind.
+
+    The file ends with this object, not with the upload: a thread may still read it then, and its
+    descriptor must not become another file.
+    """
+
+    def __init__(self, content: bytes | memoryview) -> None:
+        with tempfile.TemporaryFile() as file:
+            file.write(content)
+            file.flush()
+            self._descriptor = os.dup(file.fileno())
+        self.path = Path(f"/proc/self/fd/{self._descriptor}")
+
+    def __del__(self) -> None:
+        with suppress(AttributeError):  # the file could not be written
+            os.close(self._descriptor)
+
+
 class Owner(Protocol):
     """The interface of a cache that its compilations use. `publisher` runs the uploads."""
 
@@ -138,6 +158,7 @@ class InFlightCompile:
         self.is_wanted = wanted
         self._done: Callable[[], None] | None = None
         self._unsent: tuple[Path, float] | None = None
+        self._copy: _UnnamedFile | None = None
         self.is_compiling = True
 
     @property
@@ -186,24 +207,15 @@ class InFlightCompile:
         compile_seconds: float,
     ) -> None:
         """Upload a copy of a result in memory, like `publish`. Counts an OSError as a fallback."""
-        path: Path | None = None
         try:
-            with tempfile.NamedTemporaryFile(prefix="graphstash-", delete=False) as file:
-                path = Path(file.name)
-                file.write(payload)
+            self._copy = _UnnamedFile(payload)
         except BaseException as error:
-            if path is not None:  # leave no partial file: the disk may be full
-                path.unlink(missing_ok=True)
             self.abandon()
             if not isinstance(error, OSError):
                 raise
             self._owner.record_fallback(LocalTierError(str(error)))
             return
-        self.publish(
-            path,
-            compile_seconds=compile_seconds,
-            done=lambda: path.unlink(missing_ok=True),
-        )
+        self.publish(self._copy.path, compile_seconds=compile_seconds)
 
     def copy_unsent(self, destination: Destination) -> Fetched | None:
         """Copy the result while its upload is pending; None before and after that. Raises

@@ -27,6 +27,7 @@ from typing import Any, Final
 import torch_xla
 import torch_xla.runtime as xr
 
+from graphstash._abandoned import hold, remove_abandoned
 from graphstash._compile.cache import CompileCache
 from graphstash.hooks.patching import Patches
 from graphstash.hooks.torch_xla import SPEC
@@ -45,6 +46,9 @@ _CANNOT_LOAD: Final = ("2.8", "2.9")
 
 _BUILT_IN: Final = "CPU"
 """Device whose runtime is part of torch_xla. Other devices are plug-ins, see the pjrt hook."""
+
+_PREFIX: Final = "graphstash-of-torch_xla-"
+"""Earlier releases used another prefix, and did not lock their directories."""
 
 _PATH_VARIABLE: Final = "XLA_PERSISTENT_CACHE_PATH"
 _READ_ONLY_VARIABLE: Final = "XLA_PERSISTENT_CACHE_READ_ONLY"
@@ -113,6 +117,7 @@ class TorchXlaHook:
         # torch_xla never changes the path, and a forked child inherits it. The path names a
         # descriptor, which the child can redirect to its own directory.
         self._descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
+        hold(self._descriptor)
         self._known_as = Path(f"/proc/self/fd/{self._descriptor}")
         _set_directory(self._known_as)
         self._patches = Patches()
@@ -134,6 +139,7 @@ class TorchXlaHook:
             return False
         self._make_directory()
         descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
+        hold(descriptor)
         os.dup2(descriptor, self._descriptor, inheritable=False)
         os.close(descriptor)
         self._mode.after_fork(cache, self._directory)
@@ -168,8 +174,8 @@ class TorchXlaHook:
 
     def _make_directory(self) -> None:
         self._owner = os.getpid()
-        self._directory = Path(tempfile.mkdtemp(prefix="graphstash-torch_xla-"))
-        # A normal exit removes the files. After a kill, they stay in the temporary directory.
+        remove_abandoned(_PREFIX)
+        self._directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
         atexit.register(self._remove_directory)
 
     def _remove_directory(self) -> None:
