@@ -42,7 +42,7 @@ class TestToycc(HookContract):
 
     @classmethod
     def open(cls, directory, **settings):
-        return CompilerJobs(directory, **settings)
+        return CompilerJobs(directory, **{"under": "fork:toycc"} | settings)
 
     def compiled(self, outcome):
         return outcome.report["compiled"]
@@ -58,7 +58,8 @@ class TestToycc(HookContract):
 
     @pytest.mark.parametrize(("hooks", "is_wanted"), [("toycc", True), ("jax,triton", False)])
     def test_setting_selects_it(self, hosts, cold, hooks, is_wanted):
-        outcome = self.run(hosts, f"selected-{is_wanted}", hooks=hooks)
+        settings = {"hooks": hooks, "under": "graphstash run"}
+        outcome = self.run(hosts, f"selected-{is_wanted}", **settings)
         assert outcome.hits == (2 if is_wanted else 0)
         assert self.compiled(outcome) == (0 if is_wanted else 2)
         assert "unknown hook" not in outcome.errors

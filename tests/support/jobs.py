@@ -52,6 +52,7 @@ _IMPORTED = {
         *("graphstash.__main__", "graphstash_server.commands.backup", "graphstash_server.context"),
         *("graphstash_server.services.maintenance.backup", "aiosqlite", "asyncpg"),
     ),
+    "toycc": ("toycc",),
     "helion": ("helion", "helion.language", "jax", "torch"),
     "tuning": ("numpy", "graphstash._process.session", "graphstash.tuning.task"),
 }
