@@ -49,7 +49,7 @@ from graphstash_schema.own_files import make_own_directory, open_own_directory
 if TYPE_CHECKING:
     from graphstash._trust.proof import Provenance
 
-__all__ = ["FOLDERS", "OWN", "Copy", "LocalTier"]
+__all__ = ["FOLDERS", "OWN", "STALE_SECONDS", "Copy", "LocalTier"]
 
 FOLDERS: Final = ("v2", "locks", "tmp", "records", "servers")
 """Folders of a tier, beside its secret."""
@@ -78,7 +78,7 @@ _ENDLESS: Final = 3600
 
 _LOCK_POLL_SECONDS: Final = 0.02
 
-_STALE_SECONDS: Final = 24 * 3600.0
+STALE_SECONDS: Final = 24 * 3600.0
 """Age in seconds from which a temporary file is removed, unless a process holds it."""
 
 _PRIVATE: Final = "graphstash-private-"
@@ -484,7 +484,7 @@ class LocalTier:
                 yield path, status.st_size, status.st_mtime
 
     def _remove_stale(self) -> None:
-        oldest = time() - _STALE_SECONDS
+        oldest = time() - STALE_SECONDS
         for path in (self._place / "tmp").iterdir():
             with contextlib.suppress(OSError):
                 if path.stat().st_mtime < oldest and path.is_file():

@@ -32,7 +32,10 @@ if TYPE_CHECKING:
     from graphstash_server.tracing import Tracing
 
 __all__ = [
+    "ID_NAME",
     "MAX_HEADER_BYTES",
+    "PROTOCOL",
+    "PROTOCOL_NAME",
     "RequestFrame",
     "callers_request_id",
     "frame_headers",
@@ -51,13 +54,13 @@ _MAX_TARGET_BYTES = 8 * 1024
 """Maximum bytes of path and query. The longest path of the API has fewer than 500 bytes."""
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
-_ID_NAME = HEADER_REQUEST_ID.lower().encode()
-_PROTOCOL_NAME = HEADER_PROTOCOL.lower().encode()
-_PROTOCOL = str(PROTOCOL_VERSION).encode()
+ID_NAME: Final = HEADER_REQUEST_ID.lower().encode()
+PROTOCOL_NAME: Final = HEADER_PROTOCOL.lower().encode()
+PROTOCOL: Final = str(PROTOCOL_VERSION).encode()
 _PREFIX = API_PREFIX + "/"
 _TRACEPARENT = b"traceparent"
 
-_CHECKED_HEADERS = frozenset({_PROTOCOL_NAME, b"host", b"origin", b"transfer-encoding"})
+_CHECKED_HEADERS = frozenset({PROTOCOL_NAME, b"host", b"origin", b"transfer-encoding"})
 """Request headers for which a request may be refused."""
 
 _SAFE_METHODS = frozenset({"GET", "HEAD"})
@@ -178,14 +181,14 @@ class RequestFrame:
 def callers_request_id(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
     """Return the caller's request ID if it is well-formed, else None."""
     for name, value in headers:
-        if name == _ID_NAME and _REQUEST_ID.fullmatch(value):
+        if name == ID_NAME and _REQUEST_ID.fullmatch(value):
             return bytes(value)
     return None
 
 
 def frame_headers(scheme: str, request_id: bytes) -> list[tuple[bytes, bytes]]:
     """Return the headers of every response. A page may override `_PAGE_HEADERS`."""
-    headers = [(_PROTOCOL_NAME, _PROTOCOL), (_ID_NAME, request_id), *_SECURITY, _DATA_POLICY]
+    headers = [(PROTOCOL_NAME, PROTOCOL), (ID_NAME, request_id), *_SECURITY, _DATA_POLICY]
     if scheme == "https":
         headers.append(_HSTS)
     return headers
@@ -266,8 +269,8 @@ def _header_refusal(scope: Scope, given: dict[bytes, bytes], *, hosts: int) -> S
             "requests with an Origin header come from a page in a browser, which may change "
             "nothing on this server: remove the header",
         )
-    version = given.get(_PROTOCOL_NAME, _PROTOCOL)
-    if version.strip() != _PROTOCOL and scope["path"].startswith(_PREFIX):
+    version = given.get(PROTOCOL_NAME, PROTOCOL)
+    if version.strip() != PROTOCOL and scope["path"].startswith(_PREFIX):
         shown = version[:32].decode("latin-1")
         return ServerError(
             ErrorCode.UNSUPPORTED_PROTOCOL,

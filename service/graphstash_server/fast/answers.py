@@ -21,12 +21,12 @@ from graphstash_schema import (
 from graphstash_schema.protocol import (
     HEADER_COPY,
     HEADER_JOB,
-    HEADER_PROTOCOL,
-    HEADER_REQUEST_ID,
-    PROTOCOL_VERSION,
 )
 from graphstash_server.api.frame import (
+    ID_NAME,
     MAX_HEADER_BYTES,
+    PROTOCOL,
+    PROTOCOL_NAME,
     callers_request_id,
     frame_headers,
     header_lines,
@@ -44,6 +44,7 @@ from graphstash_server.reading.conditions import job_named
 from graphstash_server.reading.headers import CONDITIONAL, READ, relevant_name
 from graphstash_server.reading.reads import ReadAnswer, ReadRequest, Reads, Unanswered
 from graphstash_server.reading.representation import absent, may_redirect
+from graphstash_server.services.artifacts.service import MAX_ROWS
 from graphstash_server.services.identity.principals import OPEN_ACCESS, OWNER, Principal
 from graphstash_server.storage import BlobReader
 
@@ -55,14 +56,8 @@ _LINE: Final = re.compile(
 )
 """The request line of an artifact read."""
 
-_ID: Final = HEADER_REQUEST_ID.lower().encode()
-_PROTOCOL: Final = HEADER_PROTOCOL.lower().encode()
 _JOB: Final = HEADER_JOB.lower().encode()
 _COPY: Final = HEADER_COPY.lower().encode()
-_VERSION: Final = str(PROTOCOL_VERSION).encode()
-
-_MAX_KEPT: Final = 1024
-"""Maximum entries of each cache below, as many as `RecentRows` has rows. Each has a few KiB."""
 
 _MAX_KEPT_BYTES: Final = 2048
 """Maximum size of cached headers, which bounds the memory of the caches. The server parses longer
@@ -215,7 +210,7 @@ class FastPath:
         return Answer(made.status_code, headers + _frame(request), body)
 
 
-@lru_cache(_MAX_KEPT)
+@lru_cache(MAX_ROWS)
 def _place(path: str) -> tuple[Namespace, ArtifactKind, DeviceType]:
     """Parse a path up to the fingerprint. A whole job uses the same few values."""
     _, _, namespace, _, kind, device_type = path.split("/")
@@ -270,7 +265,7 @@ def _fields_of(lines: bytes) -> _Fields | None:
     if headers.heads != 1 or len(fields) != len(headers):  # two requests, or a repeated header
         return None
     # Each caller has another token, and a proxy may give each request an ID.
-    authorization, request_id = fields.pop(b"authorization", None), fields.pop(_ID, None)
+    authorization, request_id = fields.pop(b"authorization", None), fields.pop(ID_NAME, None)
     common = tuple(fields.items())
     is_small = len(lines) <= _MAX_KEPT_BYTES or sum(map(len, chain(*common))) <= _MAX_KEPT_BYTES
     meaning = _meaning(common) if is_small else _meaning_of(common)
@@ -279,11 +274,11 @@ def _fields_of(lines: bytes) -> _Fields | None:
     return _Fields(
         meaning,
         None if authorization is None else authorization.decode("latin-1"),
-        None if request_id is None else callers_request_id([(_ID, request_id)]),
+        None if request_id is None else callers_request_id([(ID_NAME, request_id)]),
     )
 
 
-_fields: Final = lru_cache(_MAX_KEPT)(_fields_of)
+_fields: Final = lru_cache(MAX_ROWS)(_fields_of)
 
 
 class _Absence(NamedTuple):
@@ -310,7 +305,7 @@ class _Absence(NamedTuple):
         )
 
 
-@lru_cache(_MAX_KEPT)
+@lru_cache(MAX_ROWS)
 def _absence(namespace: Namespace, kind: ArtifactKind, device_type: DeviceType) -> _Absence:
     """Split a problem document at placeholders that no valid value can contain."""
     key = StoredKey(namespace, kind, device_type, cast("Fingerprint", "<fingerprint>"))
@@ -329,7 +324,7 @@ def _meaning_of(headers: tuple[tuple[bytes, bytes], ...]) -> _Meaning | None:
     if (
         b"host" not in fields
         or not fields.keys() <= READ
-        or fields.get(_PROTOCOL, _VERSION) != _VERSION
+        or fields.get(PROTOCOL_NAME, PROTOCOL) != PROTOCOL
         or connection not in {b"close", b"keep-alive"}
     ):
         return None
@@ -341,7 +336,7 @@ def _meaning_of(headers: tuple[tuple[bytes, bytes], ...]) -> _Meaning | None:
     )
 
 
-_meaning: Final = lru_cache(_MAX_KEPT)(_meaning_of)
+_meaning: Final = lru_cache(MAX_ROWS)(_meaning_of)
 
 
 def _principal(

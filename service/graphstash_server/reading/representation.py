@@ -16,6 +16,7 @@ from graphstash_server.artifact import Artifact
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
 from graphstash_server.reading.conditions import lists_etag, requested_range
+from graphstash_server.services.artifacts.service import MAX_ROWS
 from graphstash_server.settings import Settings
 from graphstash_server.storage import BlobReader
 
@@ -62,9 +63,6 @@ _CACHE_CONTROL: Final = {
 
 
 _ACCEL_ONLY: Final = {HEADER_ACCEL}
-
-_MAX_KEPT: Final = 1024
-"""Entries of each cache, as many as rows in memory (`RecentRows`); at most 32 MiB per cache."""
 
 
 @dataclass(eq=False)
@@ -174,7 +172,7 @@ def redirect_to(url: str, row: Artifact, *, is_replaceable: bool) -> Representat
     return Representation(307, {**headers, "Location": url, "Cache-Control": "no-store"})
 
 
-@lru_cache(_MAX_KEPT)
+@lru_cache(MAX_ROWS)
 def _whole(row: Artifact, *, is_replaceable: bool) -> Representation:
     headers = _shared_headers(row, is_replaceable=is_replaceable)
     headers["Content-Length"] = str(row.digest.size_bytes)
@@ -182,7 +180,7 @@ def _whole(row: Artifact, *, is_replaceable: bool) -> Representation:
     return Representation(200, headers, span, span)
 
 
-@lru_cache(_MAX_KEPT)
+@lru_cache(MAX_ROWS)
 def _described(row: Artifact, *, is_replaceable: bool) -> Representation:
     headers = _shared_headers(row, is_replaceable=is_replaceable)
     headers["Content-Length"] = str(row.digest.size_bytes)

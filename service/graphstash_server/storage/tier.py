@@ -114,8 +114,7 @@ before it drops the artifact."""
 class TieredBlobStore(BlobStore):
     """A `BlobStore` that caches the blobs of another store on disk.
 
-    Attributes:
-        bypassed_count: number of tier failures. After a failure in `open`, the back is read.
+    If the disk fails, the store reads from the other store and logs a warning.
     """
 
     def __init__(
@@ -128,7 +127,6 @@ class TieredBlobStore(BlobStore):
         Raises:
             OSError: the directory cannot be created or written.
         """
-        self.bypassed_count = 0
         self._back = back
         self._blobs = directory / "sha256"
         self._temporary = directory / "tmp"
@@ -307,7 +305,6 @@ class TieredBlobStore(BlobStore):
         return self._blobs / digest.sha256[:2] / digest.sha256
 
     def _log_error(self, error: Exception) -> None:
-        self.bypassed_count += 1
         self._log.warning(f"the disk tier failed, reading from the store behind it: {error}")
 
     async def _on_thread(self, call: Callable[[], T]) -> T:

@@ -11,7 +11,7 @@ from pathlib import Path
 from time import monotonic, time
 from typing import Final
 
-from graphstash._artifacts.local_tier import FOLDERS
+from graphstash._artifacts.local_tier import FOLDERS, STALE_SECONDS
 from graphstash._cli.doctor.findings import Finding, Topic, fail, ok, warn, within
 from graphstash._cli.output import format_bytes, plural
 from graphstash._process.run_record import read_last_run
@@ -25,9 +25,6 @@ _MAX_CAUSES: Final = 4
 
 _SCAN_SECONDS: Final = 5.0
 """Maximum seconds to scan the tier, which may be on a slow or hanging network file system."""
-
-_STALE_SECONDS: Final = 24 * 3600.0
-"""Age from which a temporary file counts as left by a dead process, as in `local_tier`."""
 
 _NETWORK: Final = re.compile(
     r"nfs4?|cifs|smb3?|smbfs|lustre|gpfs|ceph|beegfs|afs|9p|glusterfs|wekafs"
@@ -119,7 +116,7 @@ def _scan(root: Path) -> tuple[int, list[int], bool]:
     """
     held_bytes = 0
     stale_bytes: list[int] = []
-    oldest = time() - _STALE_SECONDS
+    oldest = time() - STALE_SECONDS
     deadline = monotonic() + _SCAN_SECONDS
     for folder, _, names in os.walk(root):
         if monotonic() > deadline:

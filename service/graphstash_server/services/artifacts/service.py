@@ -39,13 +39,14 @@ from graphstash_server.services.accounting import Accounting
 from graphstash_server.services.artifacts.blobs import BlobCollector
 from graphstash_server.storage import SMALL_BYTES, BlobReader, BlobStore, FileReader
 
-__all__ = ["ArtifactService", "OpenArtifact", "RecentRows"]
+__all__ = ["MAX_ROWS", "ArtifactService", "OpenArtifact", "RecentRows"]
 
 V = TypeVar("V")
 
-_MAX_ROWS = 1024
-"""Maximum number of cached rows, and of remembered drops. The rows take at most 16 MiB together,
-because metadata headers have up to 16 KiB."""
+MAX_ROWS = 1024
+"""Maximum number of cached rows, of remembered drops, and of entries in each cache of responses.
+The rows take at most 16 MiB, because metadata headers have up to 16 KiB; a cache of responses, 32.
+"""
 
 _NO_AGE = timedelta(0)
 _MAX_AGE = timedelta(seconds=2)
@@ -107,7 +108,7 @@ class RecentRows:
 def _keep(kept: OrderedDict[StoredKey, V], key: StoredKey, value: V) -> None:
     kept[key] = value
     kept.move_to_end(key)
-    if len(kept) > _MAX_ROWS:
+    if len(kept) > MAX_ROWS:
         kept.popitem(last=False)
 
 
