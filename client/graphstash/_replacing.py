@@ -5,9 +5,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Final
 
 __all__ = ["check_replaceable", "replacing"]
+
+_PRIVATE: Final = 0o600
 
 
 def check_replaceable(path: Path) -> None:
@@ -23,25 +25,41 @@ def check_replaceable(path: Path) -> None:
 
 
 @contextmanager
-def replacing(path: Path, *, is_text: bool = True, mode: int = 0o600) -> Iterator[IO[Any]]:
+def replacing(
+    path: Path, *, is_text: bool = True, mode: int = _PRIVATE, is_durable: bool = True
+) -> Iterator[IO[Any]]:
     """Yield a file that replaces `path` atomically when the block ends without an exception.
+
+    Args:
+        path: path of the file.
+        is_text: whether the block writes text in UTF-8.
+        mode: permissions of the file. The umask does not change them.
+        is_durable: whether the file is complete even if the host crashes.
+
+    A block that closes the file keeps the old one.
 
     Raises:
         OSError: the file cannot be written, or `path` is a directory, device, pipe or socket.
     """
-    import tempfile  # slow to import
-
     check_replaceable(path)
-    descriptor, partial = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    # Not by `tempfile`, which is slow to import.
+    partial = path.with_name(f".graphstash-{os.urandom(8).hex()}")
     try:
         encoding = "utf-8" if is_text else None
-        with os.fdopen(descriptor, "w" if is_text else "wb", encoding=encoding) as file:
+        with open(partial, "x+" if is_text else "x+b", encoding=encoding, opener=_private) as file:
             yield file
+            if file.closed:
+                return
             file.flush()
-            os.fchmod(descriptor, mode)
-            os.fsync(descriptor)
-        Path(partial).replace(path)
-    except BaseException:
+            if mode != _PRIVATE:
+                os.fchmod(file.fileno(), mode)
+            if is_durable:
+                os.fsync(file.fileno())
+            partial.replace(path)
+    finally:
         with suppress(OSError):
-            Path(partial).unlink()
-        raise
+            partial.unlink(missing_ok=True)
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, _PRIVATE)

@@ -5,7 +5,6 @@ and raise `CacheError` if the cache cannot help. `CompileCache.get_or_compile` c
 """
 
 import io
-import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,6 +18,7 @@ from graphstash._artifacts.run_downloads import RunDownloads
 from graphstash._artifacts.standing import Standing
 from graphstash._artifacts.unsent import Unsent
 from graphstash._http.client import ServerClient
+from graphstash._replacing import replacing
 from graphstash._trust.policy import Signatures
 from graphstash._trust.provenance import SignedSubject
 from graphstash.config import ClientConfig
@@ -136,17 +136,10 @@ class Stash:
         if isinstance(destination, io.BytesIO):
             return self._reader.read(key, destination, when_busy=when_busy)
         try:
-            with tempfile.NamedTemporaryFile(
-                dir=destination.parent, prefix=".graphstash-", delete=False
-            ) as file:
-                partial = Path(file.name)
-                try:
-                    fetched = self._reader.read(key, file, when_busy=when_busy)
+            with replacing(destination, is_text=False, is_durable=False) as file:
+                fetched = self._reader.read(key, file, when_busy=when_busy)
+                if not fetched:
                     file.close()
-                    if fetched:
-                        partial.replace(destination)
-                finally:
-                    partial.unlink(missing_ok=True)
         except OSError as error:
             raise LocalTierError(f"{destination}: {error}") from error
         return fetched

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias
 from graphstash._artifacts.local_tier import LocalTier
 from graphstash._forking import forkable, unforked
 from graphstash._http.client import ServerClient
+from graphstash._replacing import replacing
 from graphstash.config import ClientConfig
 from graphstash.errors import CacheError, LocalTierError
 from graphstash_schema import ArtifactKey, InvalidValueError, Namespace
@@ -140,14 +141,8 @@ class HostPositions:
     def _replace(self, name: str, text: str) -> None:
         self._folder.parent.mkdir(mode=0o700, exist_ok=True)
         self._folder.mkdir(mode=0o700, exist_ok=True)
-        temporary = self._folder / f"_{os.getpid()}-{threading.get_ident()}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(temporary, flags, 0o600)
-        try:
-            os.write(descriptor, text.encode())
-        finally:
-            os.close(descriptor)
-        temporary.replace(self._folder / name)
+        with replacing(self._folder / name, is_durable=False) as file:
+            file.write(text)
 
 
 class Listener(Protocol):

@@ -20,6 +20,7 @@ from graphstash._compile.request import CompileRequest
 from graphstash._executor import BoundedExecutor
 from graphstash._forking import unforked
 from graphstash._http.client import ServerClient
+from graphstash._replacing import replacing
 from graphstash.errors import CacheError, LeaseLostError, LocalTierError, Reason
 from graphstash_schema import ArtifactKey
 from graphstash_schema.protocol import MAX_LEASE_SECONDS, MIN_LEASE_SECONDS
@@ -225,26 +226,18 @@ class InFlightCompile:
         if unsent is None:
             return None
         payload, compile_seconds = unsent
-        partial: Path | None = None
         try:
             if isinstance(destination, io.BytesIO):
                 size = destination.write(payload.read_bytes())
                 return Fetched("local", 0, size, compile_seconds)
-            # Copy and rename, because a compiler may read a partial file at the destination.
-            with tempfile.NamedTemporaryFile(
-                dir=destination.parent, prefix=".graphstash-", delete=False
-            ) as file:
-                partial = Path(file.name)
-            shutil.copyfile(payload, partial)
-            size = partial.stat().st_size
-            partial.replace(destination)
+            # A compiler may read a partial file at the destination.
+            with replacing(destination, is_text=False, is_durable=False) as file:
+                shutil.copyfile(payload, file.name)
+                size = Path(file.name).stat().st_size
         except FileNotFoundError:  # the upload has ended and removed the payload
             return None
         except OSError as error:
             raise LocalTierError(f"{payload}: {error}") from error
-        finally:
-            if partial is not None:
-                partial.unlink(missing_ok=True)
         return Fetched("local", 0, size, compile_seconds)
 
     def abandon(self) -> None:

@@ -20,6 +20,7 @@ from graphstash._compile.misses import Miss
 from graphstash._compile.stats import Stats
 from graphstash._process import run_name
 from graphstash._process.run_name import is_run, new_run
+from graphstash._replacing import replacing
 from graphstash.config import ClientConfig
 from graphstash_schema import ArtifactKey
 from graphstash_schema.explanation import Description
@@ -99,10 +100,8 @@ def save(
     config.cache_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
     with _opened(make_own_directory(config.cache_dir / _FOLDER)) as runs:
         (runs / run).mkdir(mode=0o700, exist_ok=True)
-        partial = runs / run / f".{os.getpid()}"
-        with open(partial, "w", encoding="utf-8", opener=_private) as file:
+        with replacing(runs / run / f"{os.getpid()}.json", is_durable=False) as file:
             json.dump(record, file)
-        partial.replace(runs / run / f"{os.getpid()}.json")
         removable = [name for name in _names(runs)[:-_KEPT] if name != run]
         for old in sample(removable, min(len(removable), _MAX_TRIED)):
             run_folder.remove_unless_held(runs / old)
@@ -184,7 +183,3 @@ def _readable(run: Path) -> Iterator[ProcessRecord]:
                 },
                 [str(note) for note in read.get("notes", ())],
             )
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

@@ -14,7 +14,6 @@ import os
 import re
 import shlex
 import sysconfig
-import tempfile
 from collections.abc import Callable, Mapping
 from functools import cache
 from hashlib import sha256
@@ -32,6 +31,7 @@ from torch._inductor.runtime.runtime_utils import (  # type: ignore[attr-defined
 from graphstash._compile.cache import CompileCache
 from graphstash._compile.request import CompileRequest
 from graphstash._compile.two_call import TwoCallCache
+from graphstash._replacing import replacing
 from graphstash.errors import LocalTierError
 from graphstash.hooks.inductor.fingerprint import host_parts, request_of
 from graphstash_schema import ArtifactKind
@@ -255,15 +255,5 @@ def _is_shared(builder: Any) -> bool:
 def _write(target: Path, payload: bytes) -> None:
     """Write a file atomically, because torch checks only that the file exists."""
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(
-        dir=target.parent, prefix=".graphstash-", delete=False
-    ) as file:
-        part = Path(file.name)
-        try:
-            file.write(payload)
-            file.flush()
-            part.chmod(0o755)
-            part.replace(target)
-        except OSError:
-            part.unlink(missing_ok=True)
-            raise
+    with replacing(target, is_text=False, mode=0o755, is_durable=False) as file:
+        file.write(payload)
