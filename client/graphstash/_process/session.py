@@ -6,35 +6,32 @@ each compiler.
 """
 
 import atexit
-import json
 import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, replace
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
 
 from graphstash._compile.stats import Counters, Stats
 from graphstash._executor import BoundedExecutor
 from graphstash._forking import forkable, unforked
+from graphstash._process.exit_report import ExitReport, print_to_stderr
 from graphstash._process.notices import log_once, notices
 from graphstash._process.run_name import command_of_run, started_at, this_run
-from graphstash.config import UNIX, ClientConfig
+from graphstash.config import ClientConfig
 from graphstash.errors import CacheError, ConfigError, Reason
 from graphstash.hooks import installing
-from graphstash.hooks.import_hook import is_imported
 from graphstash.hooks.registry import hook_specs
 from graphstash_schema import ManifestName
-from graphstash_schema.display import plural
 
 if TYPE_CHECKING:
     from opentelemetry.trace import TracerProvider
 
-    from graphstash._artifacts.prefetch import Outcome
     from graphstash._artifacts.stash import Stash
     from graphstash._compile.cache import CompileCache
     from graphstash._compile.compile_limit import CompileLimit
@@ -243,7 +240,7 @@ class Session:
             if not run_end.is_first(status):
                 run_end.wait_for_end(status)
             try:
-                _print_to_stderr(f"graphstash: the job ends: {why}")
+                print_to_stderr(f"graphstash: the job ends: {why}")
                 if not self._closed:
                     self._closed = True
                     with suppress(Exception):
@@ -274,18 +271,16 @@ class Session:
             left = max(0.0, until - time.monotonic())
             with suppress(OSError):
                 known = self._live_causes.end(min(self.config.first_byte_seconds / 2, left))
-        stats = self.stats()
-        self._summarize(stats)
-        self._record(stats)
-        causes = self._explain(known, asked=explain or self.config.explain is True)
-        page = self._report(causes) if time.monotonic() < until else None
-        if page is not None and self.config.summary and stats.misses:
-            from graphstash._compile.explaining import in_brief
-
-            log = () if self._cache is None else self._cache.log.misses
-            missed = {each.description.key for each in log if each.trouble is None}
-            if line := in_brief(causes, missed=missed, misses=stats.misses, page=page):
-                _print_to_stderr(f"graphstash: {line}")
+        report = ExitReport(
+            config=self.config,
+            run=self.run,
+            started_at=self._started_at,
+            job=lambda: self.job,
+            stats=self.stats(),
+            cache=self._cache,
+            hooks=self.hooks_in_place,
+        )
+        report.send(known, explains_all=explain or self.config.explain is True, until=until)
 
     def _end_traces(self, until: float) -> None:
         """Send the last spans, for at most `_TRACES_SECONDS`, and not after `until`."""
@@ -315,52 +310,14 @@ class Session:
             self._prefetcher.submit(self._prefetch)
 
     def _prefetch(self) -> None:
-        """Prefetch the first manifest that exists. One process of each run on a host does it."""
-        stash = self._stash
-        names = self._manifests
-        if stash.local.is_private:  # processes could not share the downloads
-            return
-        claim = stash.downloads.claim(f"prefetch-{names[0]}")
-        if claim is None:
-            return
-        if claim.text:  # another process has finished the prefetch
-            claim.close()
-            return
-        from graphstash._artifacts.prefetch import Prefetch
+        from graphstash._process.run_prefetch import prefetch_once
 
-        is_cut_short = False
-
-        def is_stopped() -> bool:
-            nonlocal is_cut_short
-            is_cut_short = self._closed
-            return is_cut_short
-
-        prefetch = Prefetch(
-            stash,
-            # Use half of the tier: a larger prefetch would evict its own downloads.
-            limit_bytes=min(self.config.prefetch_limit, self.config.local_limit // 2),
-            is_stopped=is_stopped,
-            done=self._count_prefetched,
+        prefetch_once(
+            self._stash,
+            self._manifests,
+            is_stopped=lambda: self._closed,
+            fetched=lambda size: self._counters.add(prefetched_bytes=size),
         )
-        try:
-            prefetch.server.name_job(names[0])
-            found = (prefetch.when_free(partial(prefetch.server.manifest, name)) for name in names)
-            manifest = next((each for each in found if each is not None), None)
-            if manifest is not None:
-                prefetch.fetch_best(manifest.entries)
-        except (CacheError, OSError, RuntimeError) as error:  # at exit, no thread can be started
-            is_cut_short = self._closed
-            _log.debug("nothing is prefetched: %s", error)
-        finally:
-            if not is_cut_short:  # else a later process of the run repeats the prefetch
-                claim.keep("done")
-            claim.close()
-            prefetch.close()
-
-    def _count_prefetched(self, _: "ArtifactKey", outcome: "Outcome") -> None:
-        size_bytes = getattr(outcome, "size_bytes", 0)
-        if size_bytes:
-            self._counters.add(prefetched_bytes=size_bytes)
 
     def _begin_late_uploads(self, stash: "Stash") -> None:
         from graphstash._process.late_uploads import LateUploads
@@ -397,124 +354,6 @@ class Session:
         with suppress(CacheError, OSError):
             for name in self._manifests:
                 cache.stash.server.update_manifest(name, cache.used)
-
-    def _explain(self, known: "Mapping[ArtifactKey, Cause]", *, asked: bool) -> Sequence["Cause"]:
-        """Return the known causes of this process's misses. If `asked`, print all causes."""
-        misses = () if self._cache is None else self._cache.log.misses
-        wanted = [
-            (each.description, each.trouble)
-            for each in misses
-            if asked or each.description.key in known
-        ]
-        if self._cache is None or not wanted:
-            return ()
-        from graphstash._compile.explaining import causes_of, text_of
-
-        causes: list[Cause] = []
-        try:
-            causes = causes_of(
-                self._cache.stash.server, wanted, started_at=started_at(self.run), known=known
-            )
-            if not asked:
-                return causes
-            lines = text_of(causes)
-            if (more := self.stats().misses - len(misses)) > 0:
-                lines.append(f"{plural(more, 'miss')}: not recorded")
-        except Exception as error:  # noqa: BLE001 - an explanation must not fail the job
-            lines = [f"the misses cannot be explained: {error}"]
-        _print_to_stderr("\n".join(f"graphstash: {line}" for line in lines))
-        return causes
-
-    def _report(self, causes: Sequence["Cause"]) -> str | None:
-        """Send this process's counts to the server. A failure is only logged.
-
-        Returns:
-            The address of the run's page, or "" if there is none, or None if the report failed.
-        """
-        cache, stats = self._cache, self.stats()
-        if cache is None or not cache.stash.server.is_configured:
-            return None
-        if not self.config.report_runs:
-            return ""
-        if not (stats.hits or stats.misses or stats.fallbacks):
-            return None
-        from graphstash._process import run_report
-
-        try:
-            report = run_report.report_of(cache, job=self.job, causes=causes)
-            process = run_report.name_of_process()
-            times = run_report.times_of(cache)
-            cache.stash.server.report_run(run_report.RunName(self.run), process, report, times)
-        except Exception as error:  # noqa: BLE001 - the job has ended; reporting must not fail it
-            _log.debug("the run is not reported: %s", error)
-            return None
-        url = self.config.url
-        return "" if url.startswith(UNIX) else f"{url}/runs/{self.config.namespace}/{self.run}"
-
-    def _record(self, stats: Stats) -> None:
-        """Write the record that `graphstash explain` reads."""
-        misses = () if self._cache is None else self._cache.log.misses
-        notes = self._notes(looked_up=bool(stats.hits or misses))
-        if stats.hits or misses or notes:
-            from graphstash._process import run_record
-
-            try:
-                run_record.save(
-                    self.config,
-                    stats,
-                    misses,
-                    run=self.run,
-                    started_at=self._started_at,
-                    notes=notes,
-                )
-            except (OSError, ValueError) as error:
-                _log.debug("the record of this run cannot be written: %s", error)
-
-    def _notes(self, *, looked_up: bool) -> list[str]:
-        """Return why this process did not use the cache or does not share its results. A hook that
-        is switched off is a reason only if the process looked up nothing.
-        """
-        notes = []
-        in_place = {name for name, hook in self._hooks.items() if hook is not None}
-        specs = [spec for spec in hook_specs().values() if any(map(is_imported, spec.modules))]
-        used = {module for spec in specs if spec.name in in_place for module in spec.modules}
-        for spec in specs:
-            if used.isdisjoint(spec.modules):
-                if self.config.wants_hook(spec.name):
-                    notes.append(f"the hook {spec.name} stepped aside; the log says why")
-                elif not looked_up:
-                    notes.append(f"the hook {spec.name} is off (GRAPHSTASH_HOOKS)")
-        if self.config.read_only and self.config.url:
-            notes.append("the job only reads (GRAPHSTASH_READ_ONLY): its results stay on this host")
-        elif self._cache is not None and not self._cache.stash.server.may_write:
-            notes.append("the token may not write to the namespace: the results stay on this host")
-        return notes
-
-    def _summarize(self, stats: Stats) -> None:
-        """Print the summary, and append it to the stats file."""
-        if not (stats.hits or stats.misses or stats.published or stats.fallbacks):
-            return
-        if self.config.summary:
-            _print_to_stderr(f"graphstash: {stats.summary()}")
-        if self.config.stats_file is not None:
-            record = {"pid": os.getpid(), "argv": sys.argv, **asdict(stats)}
-            line = (json.dumps(record) + "\n").encode()
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-            try:
-                # Without O_NONBLOCK, a pipe without a reader would block the exit. A single write
-                # keeps the lines of processes that share the file apart.
-                descriptor = os.open(self.config.stats_file, flags | os.O_NONBLOCK, 0o666)
-                try:
-                    os.write(descriptor, line)
-                finally:
-                    os.close(descriptor)
-            except OSError as error:
-                _log.warning("graphstash: %s: %s", self.config.stats_file, error)
-
-
-def _print_to_stderr(text: str) -> None:
-    with suppress(OSError, ValueError, AttributeError):  # full, closed, or absent
-        print(text, file=sys.stderr, flush=True)  # noqa: T201 - for the user
 
 
 _lock = threading.RLock()  # guards `_current`; reentrant because a hook's import may install
