@@ -15,7 +15,7 @@ from graphstash._artifacts.stash import is_temporary
 from graphstash._cli.patience import PatientClient
 from graphstash._http.client import ServerClient
 from graphstash._process.late_uploads import LateUploads
-from graphstash._trust.provenance import open_ours
+from graphstash._regular_file import open_ours
 from graphstash.errors import ConflictError, Reason, RefusedError, TransportError
 from graphstash_schema import RETRYABLE, STATUS, ArtifactMetadata, ManifestName
 from graphstash_server.testing import ServerProcess

@@ -10,7 +10,7 @@ from pathlib import Path
 from graphstash import ClientConfig
 from graphstash._artifacts.envelope import seal
 from graphstash._http.client import ServerClient
-from graphstash._trust.provenance import SignedSubject
+from graphstash._trust.policy import SignedSubject
 from graphstash._trust.signing_keys import SigningKey
 from graphstash._trust.trusted_keys import RevokedKey, TrustedKey, TrustedKeys
 from graphstash_schema import (

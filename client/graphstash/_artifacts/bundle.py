@@ -21,10 +21,11 @@ from typing import IO, Any, Final, Literal, NamedTuple, Self, TypeVar, cast
 from pydantic import Field, ValidationError
 
 from graphstash._artifacts.envelope import Nowhere, unseal
+from graphstash._bounded_reader import digest_of
+from graphstash._regular_file import open_ours
 from graphstash._replacing import replacing
-from graphstash._trust.policy import Signatures
+from graphstash._trust.policy import Signatures, SignedSubject
 from graphstash._trust.proof import Provenance
-from graphstash._trust.provenance import SignedSubject, digest_of, open_ours
 from graphstash.errors import BundleError, VerificationError
 from graphstash_schema import ArtifactKey, ArtifactMetadata, Digest, Namespace
 from graphstash_schema.explanation import Description

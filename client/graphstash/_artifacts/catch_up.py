@@ -26,8 +26,9 @@ from graphstash._artifacts.prefetch import value_of
 from graphstash._artifacts.standing import Verdict
 from graphstash._artifacts.stash import Stash, is_temporary
 from graphstash._http.client import ServerClient
+from graphstash._regular_file import open_ours
 from graphstash._trust.proof import Provenance
-from graphstash._trust.provenance import open_ours, read_provenance
+from graphstash._trust.provenance import read_provenance
 from graphstash.errors import (
     BundleError,
     CacheError,

@@ -41,7 +41,8 @@ from typing import IO, TYPE_CHECKING, Final, NamedTuple
 from graphstash._abandoned import hold, remove_abandoned
 from graphstash._artifacts.spill import SpillFile
 from graphstash._forking import close_unshared, forkable, open_unshared
-from graphstash._trust.provenance import append_provenance, open_ours, read_provenance
+from graphstash._regular_file import open_ours
+from graphstash._trust.provenance import append_provenance, read_provenance
 from graphstash.errors import LocalTierError
 from graphstash_schema import ArtifactKey, InvalidValueError, Namespace
 from graphstash_schema.own_files import make_own_directory, open_own_directory

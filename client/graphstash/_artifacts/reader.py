@@ -25,14 +25,10 @@ from graphstash._artifacts.envelope import Unsealed, unseal
 from graphstash._artifacts.local_tier import LocalTier
 from graphstash._artifacts.run_downloads import RunDownloads
 from graphstash._artifacts.standing import Standing, Verdict
+from graphstash._bounded_reader import BoundedReader, digest_of
 from graphstash._http.client import ServerClient
-from graphstash._trust.policy import Signatures
-from graphstash._trust.provenance import (
-    BoundedReader,
-    SignedSubject,
-    digest_of,
-    read_provenance,
-)
+from graphstash._trust.policy import Signatures, SignedSubject
+from graphstash._trust.provenance import read_provenance
 from graphstash.config import SignaturePolicy
 from graphstash.errors import (
     BusyError,

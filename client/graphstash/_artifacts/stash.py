@@ -19,8 +19,7 @@ from graphstash._artifacts.standing import Standing
 from graphstash._artifacts.unsent import Unsent
 from graphstash._http.client import ServerClient
 from graphstash._replacing import replacing
-from graphstash._trust.policy import Signatures
-from graphstash._trust.provenance import SignedSubject
+from graphstash._trust.policy import Signatures, SignedSubject
 from graphstash.config import ClientConfig
 from graphstash.errors import (
     BusyError,

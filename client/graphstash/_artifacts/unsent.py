@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from graphstash._artifacts.local_tier import LocalTier
-from graphstash._trust.provenance import open_ours
+from graphstash._regular_file import open_ours
 from graphstash.config import ClientConfig
 from graphstash.errors import CacheError, LocalTierError
 from graphstash_schema import ArtifactKey, Digest

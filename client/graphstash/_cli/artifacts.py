@@ -384,9 +384,8 @@ def _trust_of(config: ClientConfig, found: ListedArtifact) -> dict[str, Any]:
 
     `state` is unsigned, unchecked, trusted or refused.
     """
-    from graphstash._trust.policy import Signatures
+    from graphstash._trust.policy import Signatures, SignedSubject
     from graphstash._trust.proof import Provenance
-    from graphstash._trust.provenance import SignedSubject
 
     signature = found.metadata.signature if found.metadata else None
     trust: dict[str, Any] = {"key_id": signature.key_id if signature else None}

@@ -26,6 +26,7 @@ from graphstash._artifacts.catch_up import describe
 from graphstash._artifacts.local_tier import LocalTier
 from graphstash._artifacts.standing import Verdict
 from graphstash._artifacts.stash import Stash
+from graphstash._bounded_reader import BoundedReader, digest_of
 from graphstash._cli.artifacts import DeviceTypeOption, KindOption
 from graphstash._cli.output import (
     Json,
@@ -43,8 +44,8 @@ from graphstash._cli.output import (
 from graphstash._cli.patience import PatientClient, fail_midway, patiently
 from graphstash._http.client import ServerClient
 from graphstash._replacing import check_replaceable
-from graphstash._trust.policy import Signatures
-from graphstash._trust.provenance import BoundedReader, SignedSubject, digest_of, read_provenance
+from graphstash._trust.policy import Signatures, SignedSubject
+from graphstash._trust.provenance import read_provenance
 from graphstash.config import ClientConfig, SignaturePolicy
 from graphstash.errors import (
     BundleError,

@@ -16,8 +16,8 @@ from functools import partial
 from typing import IO, TYPE_CHECKING, Final, TypeVar
 
 import graphstash_schema as schema
+from graphstash._bounded_reader import BoundedReader
 from graphstash._forking import unforked
-from graphstash._trust.provenance import BoundedReader
 from graphstash.config import ClientConfig, holder_name
 from graphstash.errors import (
     ConflictError,

@@ -8,22 +8,51 @@ decompressor reads any byte.
 
 import base64
 import binascii
+import hashlib
 import hmac
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 import graphstash_schema as schema
-from graphstash._trust.provenance import SignedSubject
 from graphstash._trust.signing_keys import SigningKey, check_available, is_signed_by
 from graphstash.config import ClientConfig, SignaturePolicy
 from graphstash.errors import ConfigError, Reason, VerificationError
+from graphstash_schema import ArtifactKey, Digest, Namespace
 
 if TYPE_CHECKING:
     from graphstash._trust.proof import Provenance
     from graphstash._trust.trusted_keys import TrustStore
     from graphstash_schema import ArtifactSignature, SigningKeyId
 
-__all__ = ["Signatures"]
+__all__ = ["Signatures", "SignedSubject"]
+
+_NO_KEY: Final = "0" * 32
+
+
+@dataclass(frozen=True, slots=True)
+class SignedSubject:
+    """What a signature covers."""
+
+    namespace: Namespace
+    key: ArtifactKey
+    digest: Digest
+    raw_size_bytes: int
+
+    def statement(self, key_id: "SigningKeyId") -> bytes:
+        """Return the bytes that are signed."""
+        return schema.statement_of(
+            namespace=self.namespace,
+            key=self.key,
+            digest=self.digest,
+            raw_size_bytes=self.raw_size_bytes,
+            key_id=key_id,
+        )
+
+    def code(self, secret: bytes) -> str:
+        """Return the HMAC of the statement without a key ID, as 64 hex digits."""
+        statement = self.statement(schema.SigningKeyId(_NO_KEY))
+        return hmac.new(secret, statement, hashlib.sha256).hexdigest()
 
 
 class Signatures:
