@@ -86,12 +86,7 @@ def key_values(key: StoredKey) -> dict[str, str]:
 
 def key_parameters(key: StoredKey) -> dict[str, Any]:
     """Return the parameters of `where_key`."""
-    return {
-        "key_namespace": key.namespace,
-        "key_fingerprint": key.fingerprint,
-        "key_kind": key.kind.value,
-        "key_device_type": key.device_type,
-    }
+    return {f"key_{name}": value for name, value in key_values(key).items()}
 
 
 def where_key(table: FromClause) -> ColumnElement[bool]:
