@@ -4,6 +4,7 @@ import http.server
 import ssl
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -75,7 +76,8 @@ class Middlebox:
                 for name, value in sent.items():
                     self.send_header(name, value)
                 self.end_headers()
-                self.wfile.write(answer.body)
+                with suppress(BrokenPipeError, ConnectionResetError):  # the client closed early
+                    self.wfile.write(answer.body)
                 self.close_connection = sent["content-length"] != str(len(answer.body))
 
             do_HEAD = do_PUT = do_POST = do_DELETE = do_GET  # noqa: N815 - as the library has it
