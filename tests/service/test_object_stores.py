@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -10,14 +11,13 @@ from graphstash_server.errors import ServerError, StartError
 from graphstash_server.settings import load_settings
 from graphstash_server.storage import open_blob_store
 from graphstash_server.testing import LiveServer, as_chunks, read_blob
-from support.emulators import Azurite, FakeGcs
 from support.s3_proxy import S3Fault, S3Proxy
 from support.waiting import until
 
 SMALL = b"small" * 1000
 PARTS = bytes(range(256)) * 80_000  # 20 MB: sent in parts
 SETTING = {"gcs": "gcs_bucket", "azure": "azure_container"}
-EMULATOR = {"gcs": FakeGcs, "azure": Azurite}
+EMULATOR = {"gcs": "fake_gcs", "azure": "azurite"}
 
 pytestmark = [pytest.mark.anyio, pytest.mark.extended]
 
@@ -31,11 +31,12 @@ def kind(request):
 
 
 @pytest.fixture
-def emulator(kind, tmp_path, monkeypatch):
-    with EMULATOR[kind](tmp_path) as emulator:
-        for name, value in emulator.variables.items():
-            monkeypatch.setenv(name, value)
-        yield emulator
+def emulator(kind, request, monkeypatch):
+    """An emulator for the whole session. Each test uses buckets of its own."""
+    emulator = request.getfixturevalue(EMULATOR[kind])
+    for name, value in emulator.variables.items():
+        monkeypatch.setenv(name, value)
+    return emulator
 
 
 def settings_of(kind, bucket, tmp_path, **more):
@@ -93,9 +94,10 @@ def test_server_answers_503_while_store_is_down_and_keeps_its_rows(
     with LiveServer(tmp_path / "data", log_level="error", **given) as server:
         api = connect(server.url)
         assert api.put(SMALL, 1).status_code == 201
-        with emulator.frozen():
-            problem(api.get(1), 503, "unavailable", "get a blob")
-            problem(api.put(b"other", 2), 503, "unavailable", "")
+        with emulator.frozen(), ThreadPoolExecutor() as pool:  # both wait for half a minute
+            got, stored = pool.submit(api.get, 1), pool.submit(api.put, b"other", 2)
+            problem(got.result(), 503, "unavailable", "get a blob")
+            problem(stored.result(), 503, "unavailable", "")
         assert api.get(1).content == SMALL
         assert api.get(2).status_code == 404
 
