@@ -205,6 +205,9 @@ class Jobs:
     def _zygote(self, name: str, environment: str) -> Zygote:
         if (name, environment) not in self._zygotes:
             self._zygotes[name, environment] = Zygote(
-                python_of(environment), *_IMPORTED[name], environment=os.environ | _READ_BY_IMPORTS
+                python_of(environment),
+                "graphstash._http.deadline",  # as in every job
+                *_IMPORTED[name],
+                environment=os.environ | _READ_BY_IMPORTS,
             )
         return self._zygotes[name, environment]

@@ -9,6 +9,7 @@ from pathlib import Path
 from filelock import FileLock
 
 from support.environments import link_bytecode
+from support.starts import fork_with
 
 __all__ = [
     "COMMIT",
@@ -19,6 +20,12 @@ __all__ = [
 
 COMMIT = "c27ac18d5862d74c5c481c1e784809fafeb7132c"
 """Commit of the previous release. Each release updates it."""
+
+# Modules of all releases.
+_IMPORTED = (
+    *("graphstash._cli", "graphstash_server.__main__", "graphstash_server.app", "aiosqlite"),
+    *("alembic.command", "alembic.script", "uvicorn.lifespan.on", "uvloop", "pydantic_settings"),
+)
 
 _ROOT = Path(__file__).parents[2]
 
@@ -56,6 +63,8 @@ def _sources_of(commit: str) -> Path:
 def python_of_commit(commit: str, *, environment: str) -> Path:
     """Return the Python of an environment with a commit, its server and signatures included.
 
+    Its commands are forked from now on, as those of this release; see `support.starts`.
+
     Args:
         environment: name of the environment, which is `.venv-<name>`.
     """
@@ -72,4 +81,5 @@ def python_of_commit(commit: str, *, environment: str) -> Path:
             subprocess.run([*install, *constraints, wanted], check=True)
             link_bytecode(directory)
             done.write_text(commit)
+    fork_with(python, *_IMPORTED)
     return python

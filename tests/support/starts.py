@@ -5,10 +5,10 @@
 second of CPU. A process still starts from scratch if its imports could differ: if it has other
 environment variables than the zygote (except those of `_READ_LATER`), other limits, another user,
 other signals, or options of `Popen` such as `preexec_fn`. The script `graphstash` and all other
-commands also start from scratch, for the tests of packages, pages and clocks.
+commands also start from scratch, for the tests of packages, pages and clocks. `fork_with` adds the
+Python of an earlier release.
 """
 
-import functools
 import inspect
 import json
 import os
@@ -20,11 +20,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Popen", "Zygote", "close", "install"]
+__all__ = ["Popen", "Zygote", "close", "fork_with", "install"]
 
 _ZYGOTE = Path(__file__).with_name("zygote.py")
 _COMMANDS = (
-    *("graphstash._cli.main", "graphstash_server.serving.workers", "uvicorn.lifespan.on"),
+    *("graphstash._http.deadline", "graphstash._cli.main"),
+    *("graphstash_server.serving.workers", "uvicorn.lifespan.on"),
     *("graphstash_server.context", "aiosqlite", "alembic.command", "alembic.script", "uvloop"),
     "pydantic_settings",
 )
@@ -36,7 +37,12 @@ _READ_LATER = re.compile(
 _INHERITED = re.compile(r"^(?:Uid|Gid|Groups|SigBlk|SigIgn|CapEff|Cpus_allowed):.*", re.MULTILINE)
 
 _environment: dict[str, str] = {}
-"""Variables that the imports of the command zygote may read."""
+"""Variables that the imports of the command zygotes may read."""
+
+_imported: dict[str, tuple[str, ...]] = {sys.executable: _COMMANDS}
+"""For each Python whose commands are forked: the modules that its zygote imports."""
+
+_zygotes: dict[str, tuple["Zygote", tuple[str, list[str]]]] = {}
 
 _Popen: Any = subprocess.Popen  # typeshed lacks the methods that Popen overrides
 _signature = inspect.signature(_Popen._execute_child)
@@ -48,11 +54,15 @@ def install() -> None:
     subprocess.Popen = Popen  # type: ignore[misc] # a subclass
 
 
+def fork_with(python: Path, *imported: str) -> None:
+    """Also fork the commands of this Python, whose zygote imports these modules."""
+    _imported[str(python)] = imported
+
+
 def close() -> None:
-    """End the zygote of `install`, if it has started."""
-    if _commands.cache_info().currsize:
-        _commands()[0].close()
-        _commands.cache_clear()
+    """End the zygotes of commands that have started."""
+    while _zygotes:
+        _zygotes.popitem()[1][0].close()
 
 
 class Zygote:
@@ -155,8 +165,8 @@ def _zygote_of(given: Mapping[str, Any]) -> Zygote | None:
     args = given["args"]
     is_command = (
         isinstance(args, (list, tuple))
-        and list(args[:2]) == [sys.executable, "-m"]
-        and list(args[2:3]) in (["graphstash"], ["graphstash_server"])
+        and args[0] in _imported
+        and list(args[1:3]) in (["-m", "graphstash"], ["-m", "graphstash_server"])
         and args[3:4] != ["run"]
         and all(given[name] is None for name in ("executable", "preexec_fn", "gid", "gids", "uid"))
         and (given["close_fds"], given["shell"], given["restore_signals"]) == (True, False, True)
@@ -166,7 +176,7 @@ def _zygote_of(given: Mapping[str, Any]) -> Zygote | None:
     env = os.environ if given["env"] is None else given["env"]
     if not is_command or _at_import(env) != _environment:
         return None
-    zygote, inherited = _commands()
+    zygote, inherited = _commands(args[0])
     return zygote if inherited == _inherited() else None
 
 
@@ -184,6 +194,8 @@ def _inherited() -> tuple[str, list[str]]:
     return Path("/proc/self/limits").read_text(), _INHERITED.findall(_own_status())
 
 
-@functools.cache
-def _commands() -> tuple[Zygote, tuple[str, list[str]]]:
-    return Zygote(sys.executable, *_COMMANDS, environment=_environment), _inherited()
+def _commands(python: str) -> tuple[Zygote, tuple[str, list[str]]]:
+    if python not in _zygotes:
+        zygote = Zygote(python, *_imported[python], environment=_environment)
+        _zygotes[python] = zygote, _inherited()
+    return _zygotes[python]

@@ -6,8 +6,7 @@ files, once per process.
 Importing torch_xla takes ten to twenty seconds of relocations, torch with its distributed parts
 four, JAX two, and the server one. A fork of a process that has imported them and has not touched a
 device takes none. Everything after the import equals a started process: its environment, its
-folder, its streams, the hook as the import hook installs it, its exit handlers. The client's HTTP
-library is imported with the compiler, as in every job.
+folder, its streams, the hook as the import hook installs it, its exit handlers.
 
 The kernel kills a forked process when the zygote ends, and the zygote ends with the tests' process.
 
@@ -30,8 +29,6 @@ import sys
 import time
 import traceback
 from typing import Any
-
-import graphstash._http.deadline  # noqa: F401 - see above
 
 __all__: list[str] = []
 
