@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,7 @@ from graphstash_server.testing import ServerProcess
 from support.api import Api
 from support.ports import reserved_port
 from support.release_before import python_of_commit
+from support.starts import Popen, Zygote
 from support.waiting import until
 
 pytestmark = [pytest.mark.extended, pytest.mark.timeout(1800)]
@@ -45,7 +46,7 @@ def count(*_):
 migrate(sys.argv[1], lock_path=Path(sys.argv[2]))
 print(statements)
 """
-"""Program that kills a migration before one of its statements, or prints their number."""
+"""Script that kills a migration before one of its statements, or prints their number."""
 
 BLOBS = {number: f"blob {number}".encode() * 500 for number in range(5)}
 WITHHELD = 4
@@ -58,7 +59,7 @@ def early():
 
 def graphstash(python, *arguments, **environment):
     return subprocess.run(
-        [python, "-P", "-m", "graphstash", *arguments],
+        [python, "-m", "graphstash", *arguments],
         env=os.environ | environment,
         capture_output=True,
         text=True,
@@ -72,21 +73,23 @@ class Site:
 
     def __init__(self, directory, database):
         self.directory = directory
+        self.database = database or f"sqlite+aiosqlite:///{directory / 'graphstash.sqlite3'}"
         self.port = reserved_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.environment = {
             "GRAPHSTASH_MIN_FREE_BYTES": "0",
             "GRAPHSTASH_AUTH": "tokens",
             "GRAPHSTASH_DATA_DIR": str(directory),
-            **{f"GRAPHSTASH_{name.upper()}": value for name, value in database.items()},
         }
+        if database:
+            self.environment["GRAPHSTASH_DATABASE_URL"] = database
 
     @contextmanager
     def served_by(self, python, *, is_killed=False):
         server = ServerProcess(
             self.directory,
             *("--port", str(self.port)),
-            command=(python, "-P", "-m", "graphstash", "serve"),
+            command=(python, "-m", "graphstash", "serve"),
             environment=self.environment | {"GRAPHSTASH_INSECURE": "false"},
         )
         try:
@@ -130,6 +133,10 @@ class Site:
         assert api.get(0).status_code == 401
         api.http.close()
 
+    def require_no_problem(self):
+        checked = graphstash(sys.executable, "fsck", "--deep", **self.environment)
+        assert (checked.returncode, checked.stdout) == (0, "0 problems found\n"), checked.stderr
+
 
 class Job:
     """A job of one release that runs across all server changes."""
@@ -167,10 +174,28 @@ class Job:
         assert json.loads(self._printed.read_text().splitlines()[-1]) == []
 
 
-def test_jobs_continue_through_upgrade_rollback_and_kills(early, database, tmp_path):
+@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+def copied(request, early, tmp_path_factory):
+    """Return a function that makes a site with a copy of what the early commit stored."""
+    directory = tmp_path_factory.mktemp("early")
+    postgres = request.param == "postgresql" and request.getfixturevalue("postgres")
+    filled = Site(directory / "filled", postgres and postgres.new_database())
+    filled.fill(early)
+
+    def copied(name):
+        data = directory / name
+        shutil.copytree(filled.directory, data)
+        template = filled.database.rpartition("/")[2]
+        site = Site(data, postgres and postgres.new_database(template=template))
+        site.tokens = filled.tokens
+        return site
+
+    return copied
+
+
+def test_jobs_continue_through_upgrade_rollback_and_kills(early, copied, tmp_path):
     now = sys.executable
-    site = Site(tmp_path / "data", database)
-    site.fill(early)
+    site = copied("jobs")
     jobs = [Job(python, name, site, tmp_path) for name, python in enumerate((early, early, now))]
     for step, (python, is_killed) in enumerate(
         [(early, False), (now, False), (early, True), (now, True), (now, False)]
@@ -182,45 +207,33 @@ def test_jobs_continue_through_upgrade_rollback_and_kills(early, database, tmp_p
     with site.served_by(now):
         for job in jobs:
             job.end()
-    checked = graphstash(now, "fsck", "--deep", **site.environment)
-    assert (checked.returncode, checked.stdout.strip()) == (0, "0 problems found"), checked.stderr
+    site.require_no_problem()
 
 
-def test_killed_migration_leaves_a_usable_database(early, database, postgres, tmp_path):
+def test_killed_migration_leaves_a_usable_database(early, copied, tmp_path):
     seed = os.environ.get("EARLY_SEED") or secrets.token_hex(4)
     kills = int(os.environ.get("EARLY_KILLS") or 2)
     print(f"EARLY_SEED={seed} EARLY_KILLS={kills}")
-    filled = Site(tmp_path / "filled", database)
-    filled.fill(early)
-
-    def copied(name):
-        site = Site(tmp_path / name, {})
-        site.tokens = filled.tokens
-        shutil.copytree(filled.directory, site.directory)
-        if database:
-            template = database["database_url"].rpartition("/")[2]
-            site.database = postgres.new_database(template=template)
-            site.environment["GRAPHSTASH_DATABASE_URL"] = site.database
-        else:
-            site.database = f"sqlite+aiosqlite:///{site.directory / 'graphstash.sqlite3'}"
-        return site
+    program = tmp_path / "killed.py"
+    program.write_text(KILLED)
+    zygote = Zygote(sys.executable, "graphstash_server.db.migrate", "alembic.command")
 
     def migrate(site, killed_at):
-        return subprocess.run(
-            [sys.executable, "-c", KILLED, site.database, site.directory / "lock", str(killed_at)],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        """Return the status and the output of a migration."""
+        command = [sys.executable, program, site.database, site.directory / "lock", str(killed_at)]
+        with Popen(command, zygote=zygote, stdout=subprocess.PIPE, text=True) as process:
+            printed, _ = process.communicate()
+        return process.returncode, printed
 
-    statements = int(migrate(copied("whole"), 0).stdout)
-    for at in sorted(random.Random(seed).sample(range(1, statements + 1), kills)):
-        site = copied(f"killed-{at}")
-        assert migrate(site, at).returncode == -signal.SIGKILL
-        with site.served_by(early):
-            site.check(100)
-        assert migrate(site, at).returncode in {0, -signal.SIGKILL}
-        with site.served_by(sys.executable):
-            site.check(200)
-        checked = graphstash(sys.executable, "fsck", "--deep", **site.environment)
-        assert (checked.returncode, checked.stdout.strip()) == (0, "0 problems found")
+    with closing(zygote):
+        status, statements = migrate(copied("whole"), 0)
+        assert status == 0
+        for at in sorted(random.Random(seed).sample(range(1, int(statements) + 1), kills)):
+            site = copied(f"killed-{at}")
+            assert migrate(site, at)[0] == -signal.SIGKILL
+            with site.served_by(early):
+                site.check(100)
+            assert migrate(site, at)[0] in {0, -signal.SIGKILL}
+            with site.served_by(sys.executable):
+                site.check(200)
+            site.require_no_problem()
