@@ -8,6 +8,7 @@ import hashlib
 import subprocess
 import sys
 from contextlib import suppress
+from importlib.util import cache_from_source
 from pathlib import Path
 
 from filelock import FileLock
@@ -56,19 +57,20 @@ def link_bytecode(new: Path) -> None:
     Compiling the modules of torch takes twenty seconds. uv links the files of a package into every
     environment, and bytecode is valid for a module that is the same file.
     """
-    for known in (Path(sys.prefix), *_ROOT.glob(".venv-*")):
-        with suppress(OSError, ValueError):  # another process may be installing that environment
-            _link_bytecode(_packages_in(known), _packages_in(new))
-
-
-def _link_bytecode(known: Path, packages: Path) -> None:
-    for compiled in known.rglob(f"*.{sys.implementation.cache_tag}.pyc"):
-        linked = packages / compiled.relative_to(known)
-        name = f"{linked.name.partition('.')[0]}.py"
-        with suppress(OSError):  # the module is missing, or its bytecode exists
-            if compiled.parents[1].joinpath(name).samefile(linked.parents[1] / name):
-                linked.parent.mkdir(exist_ok=True)
-                linked.hardlink_to(compiled)
+    packages = _packages_in(new)
+    known = []
+    for environment in (Path(sys.prefix), *_ROOT.glob(".venv-*")):
+        with suppress(ValueError):  # another process may be installing that environment
+            known.append(_packages_in(environment))
+    for module in packages.rglob("*.py"):
+        name = module.relative_to(packages)
+        for each in known:
+            with suppress(OSError):  # the module or its bytecode is missing
+                if each.joinpath(name).samefile(module):
+                    linked = Path(cache_from_source(module))
+                    linked.parent.mkdir(exist_ok=True)
+                    linked.hardlink_to(cache_from_source(each / name))
+                    break
 
 
 def _packages_in(environment: Path) -> Path:
