@@ -98,14 +98,14 @@ def test_extra_of_torch_xla_resolves_to_its_version_of_torch(extra, tmp_path):
 
 @pytest.mark.extended
 @pytest.mark.parametrize("extra", CASES)
-def test_extra_alone_shares_compilations_between_hosts(extra, server, namespace, tmp_path):
+def test_extra_alone_shares_compilations_between_hosts(extra, wheel, server, namespace, tmp_path):
     environment, job, more = CASES[extra]
     pins = ENVIRONMENTS / f"{environment}.txt" if environment else ROOT / "constraints.txt"
     python = tmp_path / "venv" / "bin" / "python"
     uv("venv", "--quiet", "--python", sys.executable, tmp_path / "venv")
     uv(
         *("pip", "install", "--quiet", "--python", python, "--constraint", pins),
-        *(f"graphstash[{extra}] @ {ROOT.as_uri()}", *more),
+        *(f"graphstash[{extra}] @ {wheel.as_uri()}", *more),
     )
     python_of(environment)  # other tests use this environment
     link_bytecode(tmp_path / "venv")

@@ -24,20 +24,6 @@ def run(*command, **options):
     ).stdout
 
 
-@pytest.fixture(scope="module")
-def dist(tmp_path_factory):
-    """The output of `make dist`: an sdist, and a wheel built from the sdist."""
-    directory = tmp_path_factory.mktemp("dist")
-    run(sys.executable, "-m", "uv", "build", "--quiet", "--out-dir", directory, ROOT)
-    return directory
-
-
-@pytest.fixture(scope="module")
-def wheel(dist):
-    (wheel,) = dist.glob("*.whl")
-    return wheel
-
-
 def install(requirement, directory):
     """Create an environment with one package and its dependencies. Return its `bin` folder."""
     uv = (sys.executable, "-m", "uv")
