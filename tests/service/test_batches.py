@@ -17,6 +17,8 @@ import pytest
 from graphstash_schema import Digest, ErrorCode, Namespace, NamespacePolicy
 from graphstash_server.context import open_services, prepare_database
 from graphstash_server.errors import ServerError
+from graphstash_server.services.artifacts import uploads as uploads_module
+from graphstash_server.services.artifacts.uploads import CommitBatcher
 from graphstash_server.settings import load_settings
 from graphstash_server.storage import upload as storage_upload
 from graphstash_server.storage.disk import DiskBlobStore
@@ -148,6 +150,55 @@ async def test_batch_is_tried_once_if_the_database_does_not_answer(served, monke
 
         assert [error.code for error in refused] == [ErrorCode.UNAVAILABLE] * 3
         assert len(tried) == 1
+
+
+@pytest.mark.parametrize(("served", "database_url"), [("memory", "sqlite")], indirect=True)
+@pytest.mark.parametrize("ended_by", ["deadline", "client"])
+async def test_ended_upload_is_stored_unless_it_waits_for_a_transaction(
+    served, monkeypatch, ended_by
+):
+    """The first two uploads have their transactions. The third waits for the next transaction."""
+    loop, commit_all = asyncio.get_running_loop(), CommitBatcher._commit_all
+    now, passed_seconds = loop.time, 0.0
+    seen, may_commit = set(), asyncio.Event()
+
+    async def commit_later(committer, uploads):
+        seen.update(upload.key for upload in uploads)
+        await may_commit.wait()
+        return await commit_all(committer, uploads)
+
+    monkeypatch.setattr(loop, "time", lambda: now() + passed_seconds)
+    monkeypatch.setattr(CommitBatcher, "_commit_all", commit_later)
+    monkeypatch.setattr(uploads_module, "_MAX_LATE", 1)
+    async with served() as server:
+        service, answers = server.context.uploads, []
+
+        def in_commit():
+            return len(seen) + sum(map(len, [*service.committer._waiting.values()]))
+
+        for number, namespace in ((1, "team"), (2, "other"), (3, "team")):
+            putting = server.put(b"%d" % number, number, namespace=namespace)
+            answers.append(asyncio.create_task(putting))
+            await asyncio.to_thread(until, lambda number=number: in_commit() == number)
+        assert len(seen) == 2
+
+        if ended_by == "deadline":
+            passed_seconds = 100.0
+        else:
+            for each in answers:
+                each.cancel()
+        error = ServerError if ended_by == "deadline" else asyncio.CancelledError
+        for each in await asyncio.gather(*answers, return_exceptions=True):
+            assert isinstance(each, error)
+        await asyncio.to_thread(until, lambda: len(service.tasks) == 2)
+        assert len(service.blobs.blobs) == 2
+        may_commit.set()
+        await asyncio.wait(service.tasks)
+
+        assert await server.get(1) == b"1"
+        assert await server.get(2, "other") == b"2"
+        assert await server.get(3) is None
+        assert len(service.blobs.blobs) == 2
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ once.
 
 A silent store takes minutes to fail: 40 seconds each for the blob, for the commit before this one
 and for this commit, and 15 for each deletion. So the answer has a deadline. Then the server stops
-sending the blob. A commit and a deletion continue.
+sending the blob. A deletion continues. A commit continues if its transaction has begun, or if fewer
+than `_MAX_LATE` others continue.
 """
 
 import asyncio
@@ -133,6 +134,13 @@ class CommitBatcher:
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         return await future
+
+    def withdraw(self, upload: Upload) -> bool:
+        """Cancel a commit that waits for its transaction. Return False if there is none."""
+        for each, future in self._waiting.get(upload.key.namespace, ()):
+            if each is upload:
+                return future.cancel()
+        return False
 
     async def _commit_waiting(self, namespace: str) -> None:
         """Commit batches until no upload waits. Every failure must reach the future of an upload:
@@ -400,8 +408,9 @@ _DROP_SECONDS: Final = 5.0
 """Seconds that an answer waits for the deletion of an unused blob."""
 
 _MAX_LATE: Final = _MAX_BATCH
-"""Maximum commits that continue after the answer at the deadline. When the store or the database
-recovers, one transaction commits as many. They keep at most 2 MiB of metadata in memory."""
+"""Maximum commits that continue after the answer at the deadline, unless their transactions have
+begun. When the store or the database recovers, one transaction commits as many. They keep at most
+2 MiB of metadata in memory."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -471,7 +480,7 @@ class UploadService:
             if isinstance(error, TimeoutError) and limit.expired():
                 raise _too_slow() from error
             raise
-        return await self._result_by(limit, committing)
+        return await self._result_by(limit, upload, committing)
 
     async def _commit(self, upload: Upload, held: ExitStack) -> bool:
         """Make a stored blob visible, see `publish`. Then release what the upload `held`."""
@@ -515,9 +524,10 @@ class UploadService:
         task.add_done_callback(self.tasks.discard)
         return task
 
-    async def _result_by(self, limit: asyncio.Timeout, committing: "asyncio.Task[bool]") -> bool:
-        """Return the result of a commit. If it does not come in time, raise 503. Then the commit
-        continues, unless too many others do.
+    async def _result_by(
+        self, limit: asyncio.Timeout, upload: Upload, committing: "asyncio.Task[bool]"
+    ) -> bool:
+        """Return the result of a commit. If it does not come in time, raise 503.
 
         Wait a bit longer than the limit, so that a slow deletion after a commit does not hide it.
         """
@@ -525,18 +535,22 @@ class UploadService:
         try:
             done, _ = await asyncio.wait([committing], timeout=seconds)
         except asyncio.CancelledError:
-            committing.cancel()
-            await asyncio.wait([committing])
+            self._leave(upload, committing, max_late=0)
             raise
         if done:
             return committing.result()
-        if len(self._late) < _MAX_LATE:
+        self._leave(upload, committing, max_late=_MAX_LATE)
+        raise _too_slow()
+
+    def _leave(self, upload: Upload, committing: "asyncio.Task[bool]", *, max_late: int) -> None:
+        """Let a commit continue without its request. Withdraw it if `max_late` others continue and
+        its transaction has not begun. Otherwise the transaction may store the artifact, so the
+        upload holds its room and its blob until then.
+        """
+        if len(self._late) < max_late or not self.committer.withdraw(upload):
             self._late.add(committing)
             committing.add_done_callback(self._late.discard)
-        else:
-            committing.cancel()
         committing.add_done_callback(_retrieve)
-        raise _too_slow()
 
     def check(self, namespace: Namespace, size_bytes: int, *, policy: NamespacePolicy) -> None:
         """Check policy and size limits, without a query. Raises `ServerError` 403 or 413."""
