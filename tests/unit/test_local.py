@@ -133,15 +133,27 @@ def test_private_directory_of_a_killed_process_is_removed_a_day_later(tmp_path, 
     (killed,) = tmp_path.iterdir()
     living, link = LocalTier(tmp_path, limit_bytes=0), tmp_path / f"{killed.name}-link"
     link.symlink_to(killed)
+    never_held = tmp_path / f"{killed.name}-early"
+    never_held.mkdir()
     assert killed.exists()
 
-    for each in (killed, living.root):
+    for each in (killed, living.root, never_held):
         os.utime(each, (0, 0))
     LocalTier(tmp_path, limit_bytes=0).close()
     assert not killed.exists()
     assert living.root.exists()
+    assert never_held.exists()
     assert link.is_symlink()
     living.close()
+
+
+def test_private_directory_is_held_by_a_file_whose_lock_other_hosts_respect(tmp_path, monkeypatch):
+    """NFS shares locks of regular files only."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    tier = LocalTier(tmp_path, limit_bytes=0)
+    with (tier.root / "lock").open("r+b") as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    tier.close()
 
 
 def test_stale_temporary_files_are_removed_and_files_in_use_kept(tmp_path, monkeypatch):

@@ -38,9 +38,9 @@ from pathlib import Path
 from time import monotonic, sleep, time
 from typing import IO, TYPE_CHECKING, Final, NamedTuple
 
-from graphstash._abandoned import hold, remove_abandoned
 from graphstash._artifacts.spill import SpillFile
 from graphstash._forking import close_unshared, forkable, open_unshared
+from graphstash._held_folder import hold, remove_abandoned
 from graphstash._regular_file import open_ours
 from graphstash._trust.provenance import append_provenance, read_provenance
 from graphstash.errors import LocalTierError
@@ -149,10 +149,11 @@ class LocalTier:
                 self._remove_private()  # again at exit: it needs free descriptors
                 raise
         self._root = int(self._place.name)
-        if self.is_private:
-            hold(self._root)
-        closing = weakref.finalize(self, os.close, self._root)
-        closing.atexit = False  # work drained at exit still uses the directory
+        held = hold(self.root) if self.is_private else None
+        for descriptor in (self._root, held):
+            if descriptor is not None:
+                closing = weakref.finalize(self, os.close, descriptor)
+                closing.atexit = False  # work drained at exit still uses the directory
 
     def path(self, namespace: Namespace, key: ArtifactKey, *, origin: str = OWN) -> Path:
         """Return the path of a key's envelope. Keys are validated, so the path is safe."""

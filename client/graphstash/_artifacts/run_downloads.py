@@ -12,6 +12,7 @@ from typing import Literal, TypeAlias
 
 from graphstash._artifacts import run_folder
 from graphstash._artifacts.run_folder import Claim, SharedLines
+from graphstash._held_folder import hold
 from graphstash_schema import ArtifactKey
 
 __all__ = ["RunDownloads", "Source"]
@@ -31,7 +32,7 @@ class RunDownloads:
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
-        held = None if folder is None else run_folder.hold(folder)
+        held = None if folder is None else hold(folder)
         if held is not None:
             finalizer = weakref.finalize(self, os.close, held)
             finalizer.atexit = False  # the kernel closes it at process exit

@@ -1,31 +1,25 @@
 """Folder of a run, `<local tier>/records/<run>`, kept at least while a process of the run lives.
 
-Every process holds a shared lock on a file in the folder. The kernel releases the lock when the
-process ends for any reason. Process ids would not work: containers and hosts that share a disk
-number processes independently. While no process of a run lives, another job may remove its folder.
+Every process holds the folder. While no process of a run lives, another job may remove its folder.
 """
 
 import fcntl
 import os
 import shutil
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
-from time import sleep, time
+from time import time
 from typing import Final
 
-from graphstash._forking import close_unshared, forkable, open_unshared
+from graphstash import _held_folder
+from graphstash._forking import close_unshared, open_unshared
 
-__all__ = ["Claim", "SharedLines", "claim", "hold", "remove_unless_held"]
-
-_LOCK: Final = "lock"
+__all__ = ["Claim", "SharedLines", "claim", "remove_unless_held"]
 
 _MAX_READ_BYTES: Final = 4 * 1024**2
 """Maximum bytes that a process reads at a time of a file that its run shares."""
 
 _OLD_SECONDS: Final = 7 * 24 * 3600.0
-_TRIES: Final = 5
-_RETRY_SECONDS: Final = 0.02
-"""Seconds between two tries: a process that removes a folder holds the lock only briefly."""
 
 
 class Claim:
@@ -120,47 +114,17 @@ def claim(path: Path) -> Claim | None:
     return Claim(descriptor)
 
 
-def hold(folder: Path) -> int | None:
-    """Create a folder if it is absent, and keep other processes from removing it.
-
-    Return the descriptor to close at the end, or None if the folder cannot be held.
-    """
-    for _ in range(_TRIES):
-        try:
-            folder.mkdir(mode=0o700, exist_ok=True)
-            descriptor = _open(folder, os.O_CREAT)
-        except FileNotFoundError:  # another process removed the folder meanwhile
-            continue
-        except OSError:
-            return None
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            if os.fstat(descriptor).st_nlink:
-                return descriptor
-        except BlockingIOError:
-            with forkable():
-                sleep(_RETRY_SECONDS)
-        except OSError:  # the file system does not support locks
-            return descriptor
-        os.close(descriptor)
-    return None
-
-
 def remove_unless_held(folder: Path) -> None:
     """Remove a folder unless a process holds it. If its lock fails or is absent, remove the folder
     a week after its last change.
     """
-    with ExitStack() as stack:
-        try:
-            descriptor = _open(folder)
-            stack.callback(os.close, descriptor)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return
-        except OSError:  # no support for locks, or no free descriptor here or in the run
-            if not _is_old(folder):
-                return
-        shutil.rmtree(folder, ignore_errors=True)
+    try:
+        _held_folder.remove_unless_held(folder)
+    except BlockingIOError:
+        pass
+    except OSError:  # no support for locks, or no free descriptor here or in the run
+        if _is_old(folder):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_old(folder: Path) -> bool:
@@ -169,7 +133,3 @@ def _is_old(folder: Path) -> bool:
     except OSError:
         return False
     return time() - changed_at > _OLD_SECONDS
-
-
-def _open(folder: Path, more: int = 0) -> int:
-    return os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | more, 0o600)

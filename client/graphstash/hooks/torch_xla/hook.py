@@ -27,8 +27,8 @@ from typing import Any, Final
 import torch_xla
 import torch_xla.runtime as xr
 
-from graphstash._abandoned import hold, remove_abandoned
 from graphstash._compile.cache import CompileCache
+from graphstash._held_folder import hold, remove_abandoned
 from graphstash.hooks.patching import Patches
 from graphstash.hooks.torch_xla import SPEC
 from graphstash.hooks.torch_xla.exact import ExactMode
@@ -117,7 +117,6 @@ class TorchXlaHook:
         # torch_xla never changes the path, and a forked child inherits it. The path names a
         # descriptor, which the child can redirect to its own directory.
         self._descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
-        hold(self._descriptor)
         self._known_as = Path(f"/proc/self/fd/{self._descriptor}")
         _set_directory(self._known_as)
         self._patches = Patches()
@@ -139,7 +138,6 @@ class TorchXlaHook:
             return False
         self._make_directory()
         descriptor = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY)
-        hold(descriptor)
         os.dup2(descriptor, self._descriptor, inheritable=False)
         os.close(descriptor)
         self._mode.after_fork(cache, self._directory)
@@ -175,12 +173,15 @@ class TorchXlaHook:
     def _make_directory(self) -> None:
         self._owner = os.getpid()
         remove_abandoned(_PREFIX)
-        self._directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        self._held = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        hold(self._held)  # until the process ends
+        self._directory = self._held / "graphs"
+        self._directory.mkdir()
         atexit.register(self._remove_directory)
 
     def _remove_directory(self) -> None:
         if self._owner == os.getpid():
-            shutil.rmtree(self._directory, ignore_errors=True)
+            shutil.rmtree(self._held, ignore_errors=True)
 
 
 def _set_directory(directory: Path) -> None:
