@@ -33,7 +33,7 @@ def replacing(
     Args:
         path: path of the file.
         is_text: whether the block writes text in UTF-8.
-        mode: permissions of the file. The umask does not change them.
+        mode: permissions of the file. The umask applies to the default only.
         is_durable: whether the file is complete even if the host crashes.
 
     A block that closes the file keeps the old one.
@@ -55,7 +55,7 @@ def replacing(
                 os.fchmod(file.fileno(), mode)
             if is_durable:
                 os.fsync(file.fileno())
-            partial.replace(path)
+        partial.replace(path)  # after `close`, because NFS may report a full disk only then
     finally:
         with suppress(OSError):
             partial.unlink(missing_ok=True)

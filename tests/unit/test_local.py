@@ -156,6 +156,26 @@ def test_private_directory_is_held_by_a_file_whose_lock_other_hosts_respect(tmp_
     tier.close()
 
 
+def test_file_that_fails_when_it_is_closed_replaces_nothing(tmp_path):
+    """NFS reports a full disk or quota when a file is closed."""
+    program = """
+        import os, sys
+        from pathlib import Path
+        from graphstash._replacing import replacing
+        os.fsync = os.close  # so that the second `close` fails
+        try:
+            with replacing(Path(sys.argv[1])) as file:
+                file.write("new")
+        except OSError as error:
+            print(error)
+    """
+    path = tmp_path / "file"
+    path.write_text("old")
+    assert "Bad file descriptor" in python(program, path, check=True).stdout
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_stale_temporary_files_are_removed_and_files_in_use_kept(tmp_path, monkeypatch):
     """A stale file is removed even if this host's clock is ahead."""
     content = bytes(2 * MIB)
