@@ -723,6 +723,30 @@ async def test_time_to_make_room_counts_toward_the_deadline_of_an_upload(opened,
         assert not await store.has(9)
 
 
+async def test_time_before_the_first_chunk_counts_toward_the_deadline_of_an_upload(
+    opened, monkeypatch
+):
+    loop, put = asyncio.get_running_loop(), MemoryBlobStore.put
+    now, passed_seconds = loop.time, 0.0
+
+    async def pass_time():
+        nonlocal passed_seconds
+        passed_seconds += 20
+        await asyncio.sleep(0)
+
+    async def slow(blobs, digest, chunks):
+        await pass_time()
+        await put(blobs, digest, chunks)
+        await pass_time()
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr(loop, "time", lambda: now() + passed_seconds)
+    monkeypatch.setattr(MemoryBlobStore, "put", slow)
+    async with opened() as store:
+        with pytest.raises(ServerError, match="did not finish within 30 s"):
+            await store.context.uploads.publish(upload_of(key_of(9), b"x"), as_chunks(b"x"))
+
+
 @pytest.mark.sql
 async def test_concurrent_uploads_of_one_server_stay_below_the_limits(opened):
     limits = {"store_limit_bytes": 200_000, "namespace_limit_bytes": 100_000}

@@ -597,7 +597,7 @@ class UploadService:
 async def _timed(chunks: AsyncIterator[bytes], limit: asyncio.Timeout) -> AsyncIterator[bytes]:
     """Pass on the body. Suspend the limit while the client sends."""
     now = asyncio.get_running_loop().time
-    left_seconds = _STORE_SECONDS
+    left_seconds = (limit.when() or 0.0) - now()
     limit.reschedule(None)
     async for chunk in chunks:
         began = now()
