@@ -116,6 +116,7 @@ class BoundedExecutor:
             except Exception:  # noqa: BLE001 - outermost frame of a thread
                 _log.exception("background work of the cache failed")
             finally:
+                call = None  # it may keep a large payload until the next call comes
                 with self._idle:
                     self._unfinished -= 1
                     self._idle.notify_all()

@@ -1,5 +1,6 @@
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -22,6 +23,19 @@ def test_calls_run_in_order_also_after_one_that_fails(executor, caplog):
     assert executor.drain(5)
     assert seen == [0, 1]
     assert "ZeroDivisionError" in caplog.text
+
+
+def test_idle_thread_does_not_keep_its_last_call(executor):
+    class Call:
+        def __call__(self):
+            pass
+
+    call = Call()
+    kept = weakref.ref(call)
+    executor.submit(call)
+    del call
+    assert executor.drain(5)
+    assert kept() is None
 
 
 def test_full_queue_rejects_calls_until_one_has_ended():
