@@ -19,7 +19,7 @@ from typing import Final
 
 from graphstash._interrupts import raise_after
 
-__all__ = ["close_unshared", "forkable", "open_unshared", "unforked"]
+__all__ = ["close_unshared", "forkable", "is_of", "open_unshared", "unforked"]
 
 _WAIT_SECONDS: Final = 2.0
 """Maximum seconds that a fork waits. Later forks ignore a block that outlasted a wait, because the
@@ -150,11 +150,11 @@ def _after_in_child() -> None:
         entries.clear()
     _leave(depth)
     with suppress(OSError):  # nothing can be opened; the locks stay shared
-        _replace([descriptor for descriptor, file in _unshared.items() if _is_of(descriptor, file)])
+        _replace([descriptor for descriptor, file in _unshared.items() if is_of(descriptor, file)])
     _unshared.clear()  # other code may close the descriptors, and reuse their numbers
 
 
-def _is_of(descriptor: int, file: os.stat_result) -> bool:
+def is_of(descriptor: int, file: os.stat_result) -> bool:
     """Return whether a descriptor is still of this file. Other code may close or reuse it."""
     try:
         return os.path.samestat(os.fstat(descriptor), file)

@@ -239,6 +239,28 @@ def test_handler_of_a_signal_forks_while_its_thread_waits_for_another_fork(monke
     assert statuses == [0]
 
 
+def test_child_that_reused_the_descriptor_of_an_unnamed_file_keeps_its_own(tmp_path):
+    program = """
+import os, sys
+from graphstash._compile.in_flight import _UnnamedFile
+
+file = _UnnamedFile(b"result")
+descriptor = int(file.path.name)
+if os.fork():
+    assert os.wait()[1] == 0
+    assert file.path.read_bytes() == b"result"
+    del file
+    assert not os.path.exists(f"/proc/self/fd/{descriptor}")
+else:
+    os.dup2(os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT), descriptor)
+    del file
+    os.write(descriptor, b"child")
+    os._exit(0)
+"""
+    python(program, tmp_path / "own", check=True)
+    assert (tmp_path / "own").read_text() == "child"
+
+
 @pytest.mark.untraced  # the process cannot open a file when it exits
 def test_child_replaces_only_lock_files_of_its_parent(tmp_path):
     """The child replaces its parent's lock files even if it has no free file descriptor."""

@@ -18,7 +18,7 @@ import graphstash_schema as schema
 from graphstash._artifacts.stash import Destination, Fetched
 from graphstash._compile.request import CompileRequest
 from graphstash._executor import BoundedExecutor
-from graphstash._forking import unforked
+from graphstash._forking import is_of, unforked
 from graphstash._http.client import ServerClient
 from graphstash._replacing import replacing
 from graphstash.errors import CacheError, LeaseLostError, LocalTierError, Reason
@@ -105,12 +105,14 @@ class _UnnamedFile:
         with tempfile.TemporaryFile() as file:
             file.write(content)
             file.flush()
+            self._status = os.fstat(file.fileno())
             self._descriptor = os.dup(file.fileno())
         self.path = Path(f"/proc/self/fd/{self._descriptor}")
 
     def __del__(self) -> None:
         with suppress(AttributeError):  # the file could not be written
-            os.close(self._descriptor)
+            if is_of(self._descriptor, self._status):  # a forked child may reuse the number
+                os.close(self._descriptor)
 
 
 class Owner(Protocol):
