@@ -58,6 +58,15 @@ def test_findings_and_advice_are_wrapped_on_a_terminal_only():
         assert f"{word}\n{'':{indent}}{following}" in shown
 
 
+def test_findings_are_shown_on_a_terminal_narrower_than_their_names():
+    shown = graphstash(
+        "doctor", "--url", "http://127.0.0.1:9", FORCE_COLOR=1, TERM="xterm", COLUMNS=10
+    )
+    assert shown.returncode == 1
+    assert "1 failure" in shown.stdout
+    assert shown.stderr == ""
+
+
 def test_answer_of_unknown_server_is_escaped_for_terminal(server):
     body = b'{"version": "\\u001b[2J\\u001b]0;owned\\u0007"}'
     with altering(server.url, body=body, graphstash_protocol="2") as url:

@@ -89,7 +89,7 @@ def _wrapped(lead: str, text: str) -> str:
     shown = printable(text, most=_MAX_SHOWN)
     if not out.is_terminal:
         return lead + shown
-    width = out.width - len(lead)
+    width = max(20, out.width - len(lead))
     lines = textwrap.wrap(shown, width, break_long_words=False, break_on_hyphens=False)
     return lead + f"\n{'':{len(lead)}}".join(lines)
 
