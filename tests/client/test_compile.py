@@ -251,8 +251,10 @@ def test_interrupted_look_up_releases_its_lease(hosts):
     assert granted_to_another(hosts)
 
 
-def test_interrupted_write_of_a_result_leaves_no_lease_and_no_file(hosts, tmp_path, monkeypatch):
-    """The interrupt comes while the result is written to the upload's file."""
+def test_interrupt_after_write_of_a_result_leaves_no_lease_and_no_file(
+    hosts, tmp_path, monkeypatch
+):
+    """The interrupt comes before the upload is queued."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(os, "dup", interrupt)
     with pytest.raises(KeyboardInterrupt):

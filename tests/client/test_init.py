@@ -79,7 +79,7 @@ def test_invalid_address_is_named_as_the_user_gave_it(home):
     assert not home.exists()
 
 
-def test_init_that_nobody_answers_says_what_to_pass(home, guarded):
+def test_init_without_answers_says_what_to_pass(home, guarded):
     for arguments in ([], [guarded.url]):
         done = init(arguments=arguments)
         assert done.exit_code == 2
