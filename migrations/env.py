@@ -44,9 +44,9 @@ def take_turn(connection: Connection) -> None:
     """Waits for servers that migrate the same database; the lock goes with the connection.
 
     A revision that builds an index CONCURRENTLY commits in between, and waits for every statement
-    that began before. So no transaction can hold the lock, and nobody may wait for it in one. A
-    migrator that is frozen between two statements would keep the lock for ever, so the servers that
-    wait end its session; a statement may take as long as it needs.
+    that began before. So no transaction may hold the lock or wait for it. A migrator that is
+    frozen between two statements would keep the lock for ever, so the waiting servers end its
+    session. A statement may take as long as it needs.
     """
     waited = 0
     while not connection.exec_driver_sql("SELECT pg_try_advisory_lock(8077)").scalar_one():

@@ -45,7 +45,7 @@ def read_everything(cluster: Cluster, known: dict[int, str]) -> list[str]:
 
 
 def find_discrepancies(cluster: Cluster) -> list[str]:
-    """Return what is wrong. Call this after a `graphstash gc`, while nobody uploads."""
+    """Return what is wrong. Call this after a `graphstash gc`, while no client uploads."""
     rows = {
         row["sha256"]: row["size_bytes"]
         for row in cluster.query("SELECT DISTINCT sha256, size_bytes FROM artifacts")

@@ -5,10 +5,10 @@ something about one moment in there, so two answers contradict each other only i
 began after the other had ended. An operation without an answer, or with 503, may have happened, and
 may not.
 
-    permanent   nothing is deleted: a key is written once. Whoever has seen its digest has seen the
-                one that everybody sees from then on, and nobody sees the key absent again.
+    permanent   nothing is deleted: a key is written once. After a client has seen its digest,
+                all clients see this digest, and no client sees the key absent.
     passing     artifacts are deleted and evicted: a key is absent, or has a digest that was put.
-                One that was deleted, and that nobody put since, stays absent.
+                A deleted key stays absent until a client puts it again.
 """
 
 import math
@@ -67,7 +67,7 @@ class _Keys:
 
     def _check_was_put(self, key, number, digest, ended):
         if not any(put.digest == digest and put.is_possible for put in key.puts):
-            raise ViolationError(f"key {number} has {digest}, which nobody put there")
+            raise ViolationError(f"key {number} has {digest}, which no client put there")
 
 
 class Permanent(_Keys):

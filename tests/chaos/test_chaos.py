@@ -65,7 +65,7 @@ class Chaos:
             kind = self._pick.choice(FAULTS)
             method = self._pick.choice((None, None, "PUT", "DELETE", "GET", "HEAD"))
             if kind is S3Fault.HOLD:
-                method = "DELETE"  # which nobody waits for to the end
+                method = "DELETE"  # whose end no caller awaits
             self._cluster.proxy.begin(
                 kind, strikes=lambda seen: method is None or seen.method == method
             )
