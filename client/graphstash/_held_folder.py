@@ -29,6 +29,10 @@ _RETRY_SECONDS: Final = 0.02
 _ABANDONED_SECONDS: Final = 24 * 3600.0
 """Minimum age of an abandoned directory, because some file systems lock only for one host."""
 
+_UNLOCKED_SECONDS: Final = 7 * 24 * 3600.0
+"""Minimum age of an abandoned directory without a lock. Its process was killed before it made the
+lock, or another one while it removed the directory."""
+
 
 def hold(folder: Path) -> int | None:
     """Create a folder if it is absent, and keep other processes from removing it.
@@ -76,9 +80,15 @@ def remove_abandoned(prefix: str) -> None:
     for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         with suppress(OSError):
             status = path.lstat()
+            age = time() - status.st_mtime
             is_ours = status.st_uid == os.geteuid() and stat.S_ISDIR(status.st_mode)
-            if is_ours and time() - status.st_mtime > _ABANDONED_SECONDS:
+            if not is_ours or age <= _ABANDONED_SECONDS:
+                continue
+            try:
                 remove_unless_held(path)
+            except FileNotFoundError:  # it has no lock
+                if age > _UNLOCKED_SECONDS:
+                    shutil.rmtree(path)
 
 
 def _open(folder: Path, more: int = 0) -> int:

@@ -120,7 +120,9 @@ def test_private_directory_serves_process_without_cache_directory(tmp_path, limi
     assert place.exists() == bool(limit_bytes)
 
 
-def test_private_directory_of_a_killed_process_is_removed_a_day_later(tmp_path, monkeypatch):
+def test_private_directory_of_killed_process_is_removed_a_day_or_without_lock_a_week_later(
+    tmp_path, monkeypatch
+):
     program = """
         import os, signal
         from pathlib import Path
@@ -133,16 +135,14 @@ def test_private_directory_of_a_killed_process_is_removed_a_day_later(tmp_path, 
     (killed,) = tmp_path.iterdir()
     living, link = LocalTier(tmp_path, limit_bytes=0), tmp_path / f"{killed.name}-link"
     link.symlink_to(killed)
-    never_held = tmp_path / f"{killed.name}-early"
-    never_held.mkdir()
-    assert killed.exists()
+    early, long_ago = (tmp_path / f"{killed.name}-{name}" for name in ("early", "long-ago"))
+    ages = {killed: 2, living.root: 8, early: 2, long_ago: 8}
+    for path, days in ages.items():
+        path.mkdir(exist_ok=True)
+        os.utime(path, (0, time.time() - days * 24 * 3600))
 
-    for each in (killed, living.root, never_held):
-        os.utime(each, (0, 0))
     LocalTier(tmp_path, limit_bytes=0).close()
-    assert not killed.exists()
-    assert living.root.exists()
-    assert never_held.exists()
+    assert [path for path in ages if path.exists()] == [living.root, early]
     assert link.is_symlink()
     living.close()
 
