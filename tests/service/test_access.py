@@ -218,6 +218,16 @@ def test_waiter_whose_token_is_revoked_gets_no_lease(guarded, admin):
     assert admin.acquire().status_code == 201, "no caller holds the lease"
 
 
+def answer_after_namespace_became_read_only(guarded, admin, held):
+    """Return the answer to a waiter whose namespace becomes read-only before it is its turn."""
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(admin.acquire, wait=60)
+        until(lambda: admin.http.get("/v1/stats").json()["waiters"])
+        guarded.set_policy(admin.namespace, mode="read_only")
+        assert admin.release(held, "failed").status_code == 204
+        return answer.result()
+
+
 def test_waiter_in_a_read_only_namespace_gets_403_even_if_its_lease_cannot_be_released(
     guarded, admin, monkeypatch, caplog
 ):
@@ -230,23 +240,13 @@ def test_waiter_in_a_read_only_namespace_gets_403_even_if_its_lease_cannot_be_re
         await release(leases, key, token=token)
 
     monkeypatch.setattr(LeaseService, "release", failing)
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(admin.acquire, wait=60)
-        until(lambda: admin.http.get("/v1/stats").json()["waiters"])
-        guarded.set_policy(admin.namespace, mode="read_only")
-        assert admin.release(held, "failed").status_code == 204
-        assert answer.result().status_code == 403
+    assert answer_after_namespace_became_read_only(guarded, admin, held).status_code == 403
     assert "failed by this test" in caplog.text
 
 
 def test_waiter_in_a_namespace_that_became_read_only_gets_no_lease(guarded, admin):
     held = admin.acquire().json()["token"]
-    with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(admin.acquire, wait=60)
-        until(lambda: admin.http.get("/v1/stats").json()["waiters"])
-        guarded.set_policy(admin.namespace, mode="read_only")
-        assert admin.release(held, "failed").status_code == 204
-        assert answer.result().status_code == 403
+    assert answer_after_namespace_became_read_only(guarded, admin, held).status_code == 403
     guarded.set_policy(admin.namespace, mode="write_once")
     assert admin.acquire().status_code == 201, "no caller holds the lease"
 
