@@ -18,10 +18,7 @@ from graphstash_schema import (
     Namespace,
     NamespacePolicy,
 )
-from graphstash_schema.protocol import (
-    HEADER_COPY,
-    HEADER_JOB,
-)
+from graphstash_schema.protocol import HEADER_COPY, HEADER_JOB
 from graphstash_server.api.frame import (
     ID_NAME,
     MAX_HEADER_BYTES,

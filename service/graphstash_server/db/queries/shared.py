@@ -44,6 +44,8 @@ KNOWN_KINDS: Final = [kind.value for kind in ArtifactKind]
 KEY_COLUMNS: Final = ("namespace", "fingerprint", "kind", "device_type")
 """Columns of every primary key, in order."""
 
+_KEY_PARAMETERS: Final = tuple(f"key_{name}" for name in KEY_COLUMNS)
+
 ARTIFACT_COLUMNS: Final = tuple(
     artifacts.c[name] for name in ("sha256", "size_bytes", *Artifact._fields[2:])
 )
@@ -76,17 +78,12 @@ def described_of(found: Any) -> DescribedArtifact:
 
 def key_values(key: StoredKey) -> dict[str, str]:
     """Return a key by column."""
-    return {
-        "namespace": key.namespace,
-        "fingerprint": key.fingerprint,
-        "kind": key.kind.value,
-        "device_type": key.device_type,
-    }
+    return dict(zip(KEY_COLUMNS, key.columns, strict=True))
 
 
 def key_parameters(key: StoredKey) -> dict[str, Any]:
     """Return the parameters of `where_key`."""
-    return {f"key_{name}": value for name, value in key_values(key).items()}
+    return dict(zip(_KEY_PARAMETERS, key.columns, strict=True))
 
 
 def where_key(table: FromClause) -> ColumnElement[bool]:
