@@ -18,7 +18,7 @@ from typing import Final
 
 from graphstash._forking import forkable
 
-__all__ = ["hold", "remove_abandoned", "remove_unless_held"]
+__all__ = ["UNLOCKED_SECONDS", "hold", "remove_abandoned", "remove_unless_held"]
 
 _LOCK: Final = "lock"
 
@@ -29,9 +29,9 @@ _RETRY_SECONDS: Final = 0.02
 _ABANDONED_SECONDS: Final = 24 * 3600.0
 """Minimum age of an abandoned directory, because some file systems lock only for one host."""
 
-_UNLOCKED_SECONDS: Final = 7 * 24 * 3600.0
-"""Minimum age of an abandoned directory without a lock. Its process was killed before it made the
-lock, or another one while it removed the directory."""
+UNLOCKED_SECONDS: Final = 7 * 24 * 3600.0
+"""Minimum age of an abandoned folder without a lock. Its process was killed before it made the
+lock, or another process was killed while it removed the folder."""
 
 
 def hold(folder: Path) -> int | None:
@@ -87,7 +87,7 @@ def remove_abandoned(prefix: str) -> None:
             try:
                 remove_unless_held(path)
             except FileNotFoundError:  # it has no lock
-                if age > _UNLOCKED_SECONDS:
+                if age > UNLOCKED_SECONDS:
                     shutil.rmtree(path)
 
 

@@ -13,13 +13,12 @@ from typing import Final
 
 from graphstash import _held_folder
 from graphstash._forking import close_unshared, open_unshared
+from graphstash._held_folder import UNLOCKED_SECONDS
 
 __all__ = ["Claim", "SharedLines", "claim", "remove_unless_held"]
 
 _MAX_READ_BYTES: Final = 4 * 1024**2
 """Maximum bytes that a process reads at a time of a file that its run shares."""
-
-_OLD_SECONDS: Final = 7 * 24 * 3600.0
 
 
 class Claim:
@@ -132,4 +131,4 @@ def _is_old(folder: Path) -> bool:
         changed_at = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
     except OSError:
         return False
-    return time() - changed_at > _OLD_SECONDS
+    return time() - changed_at > UNLOCKED_SECONDS

@@ -97,8 +97,8 @@ class HeldLease:
 class _UnnamedFile:
     """A temporary file that no directory lists, so that a killed process leaves nothing behind.
 
-    The file ends with this object, not with the upload: a thread may still read it then, and its
-    descriptor must not become another file.
+    The file is closed with this object, not at the end of the upload: another thread may still
+    read it by its number, which must not become the number of another file.
     """
 
     def __init__(self, content: bytes | memoryview) -> None:
