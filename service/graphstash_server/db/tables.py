@@ -47,6 +47,10 @@ __all__ = [
     "sessions",
     "suspensions",
     "tokens",
+    "upstream_callers",
+    "upstream_downloads",
+    "upstream_namespaces",
+    "upstream_publishes",
     "usage",
     "withdrawal_heads",
     "withdrawals",
@@ -469,6 +473,44 @@ withdrawal_heads = Table(
 )
 """The last withdrawal of each namespace. Each transaction that withdraws locks the row until it
 commits, so numbers become visible in ascending order."""
+
+upstream_publishes = Table(
+    "upstream_publishes",
+    metadata,
+    *_key_columns(),
+    Column("sha256", String(64), nullable=False, comment="names the blob"),
+    Column("attempts", Integer, nullable=False, comment="that the upstream has refused"),
+    Column("next_at", UtcTime, nullable=False, comment="of the next attempt, or end of a claim"),
+    Index(None, "next_at"),
+)
+"""Artifacts that a region still has to send to its upstream. The transaction that stores such an
+artifact adds the row and pins the artifact."""
+
+upstream_downloads = Table(
+    "upstream_downloads",
+    metadata,
+    *_key_columns(),
+    Column("claimed_until", UtcTime, nullable=False, comment="a process downloads until then"),
+)
+"""Downloads of a region from its upstream that a process has claimed."""
+
+upstream_callers = Table(
+    "upstream_callers",
+    metadata,
+    Column("credential_sha256", String(64), primary_key=True),
+    Column("access", Text, nullable=False, comment="as the upstream confirmed it, JSON"),
+    Column("confirmed_at", UtcTime, nullable=False),
+    Index(None, "confirmed_at"),
+)
+"""Callers of a region whose credential its upstream has confirmed, for times without upstream."""
+
+upstream_namespaces = Table(
+    "upstream_namespaces",
+    metadata,
+    Column("namespace", String(64), primary_key=True),
+    Column("position", String(40), nullable=False, comment="in the upstream's withdrawals"),
+)
+"""Namespaces of which a region has copies, and the withdrawals that it has applied to them."""
 
 audit = Table(
     "audit",

@@ -24,6 +24,7 @@ from graphstash_server.keys import StoredKey
 __all__ = [
     "WithdrawalRow",
     "add_withdrawals",
+    "list_ends",
     "list_heads",
     "list_withdrawals",
     "prune_withdrawals",
@@ -151,6 +152,12 @@ async def list_heads(connection: AsyncConnection) -> dict[Namespace, int]:
     """Return the number of the last withdrawal of each namespace, even if it was pruned."""
     statement = select(withdrawal_heads.c.namespace, withdrawal_heads.c.number)
     return {Namespace(found[0]): found[1] for found in await connection.execute(statement)}
+
+
+async def list_ends(connection: AsyncConnection) -> dict[Namespace, ListPosition]:
+    """Return the position after the last withdrawal of each namespace."""
+    found = await connection.execute(select(withdrawal_heads))
+    return {Namespace(row.namespace): ListPosition(f"{row.number}-{row.mark}") for row in found}
 
 
 async def prune_withdrawals(

@@ -1,0 +1,298 @@
+"""Statements of a region: its queue of publishes, claims of downloads, confirmed callers, and the
+withdrawals that it has applied.
+"""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Final, NamedTuple
+
+from sqlalchemy import ColumnElement, and_, bindparam, delete, func, or_, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from graphstash_schema import Digest, Namespace
+from graphstash_schema.names import ListPosition
+from graphstash_server.artifact import Artifact
+from graphstash_server.db.prepared import Prepared, Transaction
+from graphstash_server.db.queries.shared import (
+    KEY_COLUMNS,
+    insert_in,
+    insert_into,
+    is_key,
+    key_parameters,
+    key_values,
+    new_values,
+    prefixed,
+    stored_key,
+    upsert,
+    where_key,
+)
+from graphstash_server.db.tables import (
+    artifacts,
+    identifiers,
+    upstream_callers,
+    upstream_downloads,
+    upstream_namespaces,
+    upstream_publishes,
+    withdrawals,
+)
+from graphstash_server.keys import StoredKey
+
+__all__ = [
+    "QueuedPublish",
+    "add_position",
+    "claim_download",
+    "claim_publishes",
+    "count_publishes",
+    "delete_caller",
+    "end_download",
+    "end_publish",
+    "find_caller",
+    "find_position",
+    "find_upstream_id",
+    "has_artifacts",
+    "is_downloading",
+    "is_queued",
+    "is_withdrawn_since",
+    "list_positions",
+    "note_upstream_id",
+    "prune_callers",
+    "put_caller",
+    "put_position",
+    "queue_publishes",
+    "retry_publish",
+]
+
+_UPSTREAM: Final = "upstream"
+
+_QUEUED_UNTIL: Final = datetime(9000, 1, 1, tzinfo=UTC)
+"""End of the pin of a queued artifact. It tells this pin from a pin of an operator."""
+
+_QUEUE = Prepared(
+    lambda dialect: (
+        insert_in(dialect, upstream_publishes)
+        .values(new_values(upstream_publishes, (each.name for each in upstream_publishes.c)))
+        .on_conflict_do_update(
+            index_elements=list(upstream_publishes.primary_key),
+            set_={
+                name: bindparam(f"new_{name}", type_=upstream_publishes.c[name].type)
+                for name in ("sha256", "attempts", "next_at")
+            },
+        )
+    )
+)
+_PIN = Prepared(
+    lambda _: (
+        update(artifacts)
+        .where(where_key(artifacts))
+        .values(pinned_until=bindparam("until", type_=artifacts.c.pinned_until.type))
+    )
+)
+
+
+class QueuedPublish(NamedTuple):
+    """An artifact to send to the upstream. `sha256` names the blob that was queued."""
+
+    key: StoredKey
+    sha256: str
+    attempts: int
+
+
+async def queue_publishes(
+    connection: Transaction, rows: Sequence[Artifact], *, now: datetime
+) -> None:
+    """Queue artifacts that this transaction has stored, and pin them until they are sent."""
+    await _QUEUE.execute_all(
+        connection,
+        [
+            prefixed(
+                "new_",
+                {
+                    **key_values(row.key),
+                    "sha256": row.digest.sha256,
+                    "attempts": 0,
+                    "next_at": now,
+                },
+            )
+            for row in rows
+        ],
+    )
+    await _PIN.execute_all(
+        connection, [{**key_parameters(row.key), "until": _QUEUED_UNTIL} for row in rows]
+    )
+
+
+async def claim_publishes(
+    connection: AsyncConnection, *, now: datetime, until: datetime, limit: int
+) -> list[QueuedPublish]:
+    """Return publishes that are due, oldest first. No other process gets them before `until`."""
+    table = upstream_publishes
+    due = (
+        select(*(table.c[name] for name in (*KEY_COLUMNS, "sha256", "attempts")))
+        .where(table.c.next_at <= now)
+        .order_by(table.c.next_at)
+        .limit(limit)
+        .with_for_update(skip_locked=True)
+    )
+    found = [
+        QueuedPublish(stored_key(row), row.sha256, row.attempts)
+        for row in await connection.execute(due)
+    ]
+    if found:
+        claim = update(table).where(where_key(table)).values(next_at=bindparam("until"))
+        await connection.execute(
+            claim, [{**key_parameters(each.key), "until": until} for each in found]
+        )
+    return found
+
+
+async def end_publish(connection: AsyncConnection, key: StoredKey, digest: Digest) -> None:
+    """Drop a publish from the queue and unpin its artifact, unless the artifact was replaced."""
+    sha256 = digest.sha256
+    table = upstream_publishes
+    await connection.execute(delete(table).where(is_key(table, key), table.c.sha256 == sha256))
+    pinned = (artifacts.c.sha256 == sha256, artifacts.c.pinned_until == _QUEUED_UNTIL)
+    await connection.execute(
+        update(artifacts).where(is_key(artifacts, key), *pinned).values(pinned_until=None)
+    )
+
+
+async def retry_publish(connection: AsyncConnection, key: StoredKey, *, until: datetime) -> None:
+    """Plan the next attempt of a publish that the upstream did not take."""
+    table = upstream_publishes
+    values = {"next_at": until, "attempts": table.c.attempts + 1}
+    await connection.execute(update(table).where(is_key(table, key)).values(values))
+
+
+async def is_queued(connection: AsyncConnection, key: StoredKey) -> bool:
+    """Return whether the artifact of a key still has to be sent."""
+    table = upstream_publishes
+    found = select(table.c.sha256).where(is_key(table, key))
+    return (await connection.execute(found)).first() is not None
+
+
+async def count_publishes(connection: AsyncConnection) -> int:
+    """Return the length of the queue."""
+    counted = select(func.count()).select_from(upstream_publishes)
+    return int((await connection.execute(counted)).scalar_one())
+
+
+async def claim_download(
+    connection: AsyncConnection, key: StoredKey, *, now: datetime, until: datetime
+) -> bool:
+    """Claim the download of a key until a time. Return False if another process has claimed it."""
+    table = upstream_downloads
+    statement = insert_into(connection, table).values(**key_values(key), claimed_until=until)
+    statement = statement.on_conflict_do_update(
+        index_elements=list(table.primary_key),
+        set_={"claimed_until": statement.excluded.claimed_until},
+        where=_has_ended(now, until),
+    )
+    return (await connection.execute(statement)).rowcount == 1
+
+
+async def is_downloading(connection: AsyncConnection, key: StoredKey, *, now: datetime) -> bool:
+    """Return whether a process has claimed the download of a key."""
+    table = upstream_downloads
+    found = select(table.c.claimed_until).where(is_key(table, key), table.c.claimed_until > now)
+    return (await connection.execute(found)).first() is not None
+
+
+async def end_download(connection: AsyncConnection, key: StoredKey) -> None:
+    """Drop the claim of a download."""
+    await connection.execute(delete(upstream_downloads).where(is_key(upstream_downloads, key)))
+
+
+def _has_ended(now: datetime, until: datetime) -> ColumnElement[bool]:
+    """Match claims that have ended, or that a wrong clock has set too far ahead."""
+    end = upstream_downloads.c.claimed_until
+    return or_(end <= now, end > until + (until - now))
+
+
+async def put_caller(
+    connection: AsyncConnection, credential: str, *, access: str, now: datetime
+) -> None:
+    """Store the access of a caller whose credential, by its SHA-256, the upstream confirmed."""
+    values = {"credential_sha256": credential, "access": access, "confirmed_at": now}
+    await connection.execute(upsert(connection, upstream_callers, values))
+
+
+async def find_caller(
+    connection: AsyncConnection, credential: str, *, since: datetime
+) -> str | None:
+    """Return the access of a caller that the upstream has confirmed since a time, or None."""
+    table = upstream_callers
+    is_recent = and_(table.c.credential_sha256 == credential, table.c.confirmed_at >= since)
+    return (await connection.execute(select(table.c.access).where(is_recent))).scalar()
+
+
+async def delete_caller(connection: AsyncConnection, credential: str) -> None:
+    """Forget a caller whose credential the upstream refuses."""
+    table = upstream_callers
+    await connection.execute(delete(table).where(table.c.credential_sha256 == credential))
+
+
+async def prune_callers(connection: AsyncConnection, *, before: datetime) -> None:
+    """Forget callers that the upstream has last confirmed before a time."""
+    table = upstream_callers
+    await connection.execute(delete(table).where(table.c.confirmed_at < before))
+
+
+async def find_position(connection: AsyncConnection, namespace: Namespace) -> ListPosition | None:
+    """Return the applied withdrawals of a namespace, or None if the region does not follow it."""
+    table = upstream_namespaces
+    found = select(table.c.position).where(table.c.namespace == namespace)
+    position = (await connection.execute(found)).scalar()
+    return None if position is None else ListPosition(position)
+
+
+async def list_positions(connection: AsyncConnection) -> dict[Namespace, ListPosition]:
+    """Return the applied withdrawals of each namespace that the region follows."""
+    found = select(upstream_namespaces.c.namespace, upstream_namespaces.c.position)
+    return {Namespace(row[0]): ListPosition(row[1]) for row in await connection.execute(found)}
+
+
+async def add_position(
+    connection: AsyncConnection, namespace: Namespace, position: ListPosition
+) -> None:
+    """Follow a namespace from a position on, unless the region follows it already."""
+    values = {"namespace": namespace, "position": position}
+    statement = insert_into(connection, upstream_namespaces).values(values)
+    await connection.execute(statement.on_conflict_do_nothing())
+
+
+async def put_position(
+    connection: AsyncConnection, namespace: Namespace, position: ListPosition
+) -> None:
+    """Store the withdrawals of a namespace that the region has applied."""
+    values = {"namespace": namespace, "position": position}
+    await connection.execute(upsert(connection, upstream_namespaces, values))
+
+
+async def is_withdrawn_since(
+    connection: AsyncConnection, namespace: Namespace, digest: Digest, *, start: int
+) -> bool:
+    """Return whether this server's list has a withdrawal of a blob after a number."""
+    table = withdrawals
+    found = select(table.c.number).where(
+        table.c.namespace == namespace,
+        table.c.number > start,
+        table.c.sha256 == digest.sha256,
+    )
+    return (await connection.execute(found.limit(1))).first() is not None
+
+
+async def has_artifacts(connection: AsyncConnection) -> bool:
+    """Return whether the store has an artifact."""
+    return (await connection.execute(select(artifacts.c.sha256).limit(1))).first() is not None
+
+
+async def find_upstream_id(connection: AsyncConnection) -> str | None:
+    """Return the identifier of the upstream to which this store belongs, or None."""
+    found = select(identifiers.c.value).where(identifiers.c.name == _UPSTREAM)
+    return (await connection.execute(found)).scalar()
+
+
+async def note_upstream_id(connection: AsyncConnection, value: str) -> None:
+    """Store the identifier of the upstream, unless the store belongs to one."""
+    statement = insert_into(connection, identifiers).values(name=_UPSTREAM, value=value)
+    await connection.execute(statement.on_conflict_do_nothing())
