@@ -28,6 +28,7 @@ from graphstash_server.api import (
     quarantine,
     runs,
     tokens,
+    upstream,
 )
 from graphstash_server.api.calls import OPEN_PATHS, SECURITY_SCHEMES
 from graphstash_server.api.frame import RequestFrame
@@ -138,7 +139,7 @@ def create_app(
     routes = list(app.routes)
     for api in (
         *(artifacts, listing, explanations, quarantine, leases, manifests, runs),
-        *(namespaces, tokens, history, metrics, admin),
+        *(namespaces, tokens, history, metrics, admin, upstream),
     ):
         app.include_router(api.router)
         routes += api.router.routes

@@ -52,6 +52,8 @@ from graphstash_server.services.wait_queue import Notification, WaitQueue
 from graphstash_server.settings import LimitSettings, Settings
 from graphstash_server.shared_text import SharedText
 from graphstash_server.storage import BlobStore, open_blob_store
+from graphstash_server.upstream.ownership import OwnershipService
+from graphstash_server.upstream.region import Region
 
 if TYPE_CHECKING:
     from graphstash_server.tracing import Tracing
@@ -162,6 +164,9 @@ class ProcessContext:
             wait_queue=self.wait_queue,
             clock=clock,
         )
+        self.ownership = OwnershipService(
+            database=database, is_region=settings.upstream_url is not None
+        )
         self.leases = LeaseService(
             database=database,
             artifacts=self.artifacts,
@@ -169,6 +174,17 @@ class ProcessContext:
             counters=counters,
             clock=clock,
         )
+        self.region: Region | None = None
+        if settings.upstream_url is not None:
+            self.region = Region(
+                settings,
+                leases=self.leases,
+                uploads=self.uploads,
+                policies=self.policies,
+                ownership=self.ownership,
+            )
+            self.leases = self.region.leases
+            self.access.upstream = self.region.access
         self.catalog = CatalogService(database=database)
         self.explanations = ExplanationService(database=database, clock=plausible)
         self.listing = ListingService(database=database)
@@ -205,6 +221,7 @@ class ProcessContext:
             leases=self.leases,
             plausible_clock=plausible,
             store_limit_bytes=settings.store_limit_bytes,
+            region=self.region.gauges if self.region is not None else None,
         )
         self.retention = RetentionService(database=database, clock=plausible)
         self.reconciler = Reconciler(
@@ -276,6 +293,8 @@ async def open_context(
                 checking.add_done_callback(partial(_note_result, context.database))
             await context.plausible_clock.observe()
             await context.reconciler.check_store_not_empty()
+            if context.region is not None:
+                await context.region.follower.begin()
         except ServerError as error:
             raise StartError(error.detail) from error
         await asyncio.to_thread(lock.share)
@@ -293,6 +312,8 @@ async def open_context(
                 )
             ),
         ]
+        if context.region is not None:
+            tasks.append(asyncio.create_task(context.region.run()))
         if isinstance(context.clock, DatabaseClock):
             tasks.append(asyncio.create_task(context.clock.run()))
         stack.push_async_callback(_cancel, tasks)
@@ -326,7 +347,7 @@ async def open_services(
             blobs = await stack.enter_async_context(open_blob_store(settings, tracing=tracing))
         if clock is system_clock and database.is_postgresql:
             clock = await DatabaseClock.open(database, steady=steady)
-        yield ProcessContext(
+        context = ProcessContext(
             settings,
             database=database,
             blobs=blobs,
@@ -335,6 +356,9 @@ async def open_services(
             steady=steady,
             tracing=tracing,
         )
+        if context.region is not None:
+            stack.push_async_callback(context.region.close)
+        yield context
 
 
 @contextmanager

@@ -99,6 +99,8 @@ def set_up_logging(level: str, *, form: str | None) -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if form is None else EscapingFormatter(form))
     logging.basicConfig(level=level, handlers=[handler])
+    if logging.getLogger().level == logging.INFO:
+        logging.getLogger("httpx").setLevel(logging.WARNING)  # an entry per call of an upstream
     # No entry names its line or thread, and finding them would take a quarter of an entry's CPU
     # time. See "Optimization" in Python's logging HOWTO.
     logging._srcfile = None  # noqa: SLF001 - documented there

@@ -18,6 +18,7 @@ from pydantic import (
     ByteSize,
     ConfigDict,
     Field,
+    SecretStr,
     ValidationError,
     ValidationInfo,
     field_validator,
@@ -43,6 +44,7 @@ __all__ = [
     "Settings",
     "StoreSettings",
     "TlsSettings",
+    "UpstreamSettings",
     "is_loopback",
     "load_settings",
     "user_data_dir",
@@ -55,6 +57,7 @@ ENV_PREFIX = "GRAPHSTASH_"
 
 _MIB = 1024**2
 _MAX_WORKERS = 64
+_SECRET = {"database_url", "upstream_token"}
 _KEY_PREFIX = r"^$|^[A-Za-z0-9!_.*'()/-]+/$"
 
 
@@ -365,10 +368,40 @@ class MaintenanceSettings(_Group):
     soft limit starts a round at once."""
 
 
+class UpstreamSettings(_Group):
+    """The server that owns the namespaces, if this server serves a region."""
+
+    upstream_url: str | None = Field(None, pattern=r"^https?://[^/\s]+/?$")
+    """URL of the upstream, e.g. https://graphstash.example.com. This server then fetches artifacts
+    from there on a miss, keeps them, and sends leases and new artifacts there. None by default."""
+    upstream_token: SecretStr | None = None
+    """Token of the upstream with which this server reads and writes there. It needs a grant for
+    each namespace of the region, such as write:*, and for a trusted namespace one that names it."""
+    upstream_ca_file: Path | None = None
+    """PEM file with the CAs of the upstream's certificate. Default: the system's CAs."""
+    upstream_answer_seconds: float = Field(3.0, gt=0, le=60)
+    """Seconds that this server waits for the beginning of an answer of the upstream, above 0 and up
+    to 60. Then it does without the upstream until the upstream answers a probe. Default: 3, twenty
+    round trips to the other side of the earth."""
+    upstream_offline_seconds: float = Field(43_200, ge=0, le=30 * 86_400)
+    """Seconds for which a region accepts a token after the upstream last confirmed it, while the
+    upstream does not answer, 0 to 2592000. Default: 43200, a night. Such a token may have been
+    revoked meanwhile."""
+
+    @model_validator(mode="after")
+    def _require_upstream(self) -> Self:
+        if self.upstream_url is None and self.upstream_token is not None:
+            raise PydanticCustomError(
+                "upstream", "GRAPHSTASH_UPSTREAM_TOKEN needs GRAPHSTASH_UPSTREAM_URL"
+            )
+        return self
+
+
 class Settings(
     ListenSettings,
     TlsSettings,
     AccessSettings,
+    UpstreamSettings,
     DatabaseSettings,
     StoreSettings,
     LimitSettings,
@@ -428,7 +461,7 @@ def load_settings(**options: Any) -> Settings:
             name = str(problem["loc"][0])
             source = f"--{name.replace('_', '-')}" if name in given else f"{ENV_PREFIX}{name}"
             shown = source if name in given else source.upper()
-            value = "..." if name == "database_url" else problem["input"]  # hide the password
+            value = "..." if name in _SECRET else problem["input"]
             why = why_refused(problem, Settings.model_fields.get(name))
             lines.append(f"{shown}={value!s} is not valid: {why}")
         raise StartError("; ".join(lines)) from None

@@ -37,6 +37,7 @@ from graphstash_server.api.calls import (
     in_namespace,
     json_answer,
     key_of,
+    require_ownership,
 )
 from graphstash_server.artifact import FoundArtifact
 from graphstash_server.errors import ServerError
@@ -186,8 +187,11 @@ async def put_artifact(call: NamespaceCall) -> Response:
         actor=call.actor,
         policy=call.policy,
         job=job_named(request.headers.get(HEADER_JOB)),
+        is_forwarded=call.context.region is not None,
     )
     is_new = await call.context.uploads.publish(upload, _body(call, upload))
+    if call.context.region is not None:
+        call.context.region.publishes.wake()
     headers = {
         "Location": key.artifact_path,
         "ETag": upload.digest.etag,
@@ -207,6 +211,7 @@ async def put_artifact(call: NamespaceCall) -> Response:
 async def delete_artifact(call: NamespaceCall) -> Response:
     """Delete an artifact. Downloads in progress receive all bytes."""
     key = key_of(call.request)
+    require_ownership(call)
     if not await call.context.artifacts.delete(key, actor=call.actor):
         raise absent(key)
     return Response(status_code=204)
@@ -233,6 +238,8 @@ async def lookup_artifacts(call: NamespaceCall) -> Response:
     keys = list(dict.fromkeys(keys))
     caller = call.principal.party
     found = await call.context.artifacts.lookup(call.namespace, keys, caller=caller)
+    if call.context.region is not None:
+        await call.context.region.fetches.look_up(call.namespace, keys, found)
     stored = [_info(key, found.artifacts[key]) for key in keys if key in found.artifacts]
     missing = [key.json for key in keys if key not in found.artifacts]
     withdrawn = [_info(key, each) for key, each in found.withheld.items()]

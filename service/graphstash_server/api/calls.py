@@ -56,12 +56,14 @@ __all__ = [
     "NamespaceCall",
     "Right",
     "actor_of",
+    "credentials_of",
     "hidden_namespace",
     "in_namespace",
     "json_answer",
     "key_of",
     "manifest_of",
     "principal_of",
+    "require_ownership",
 ]
 
 KEY: Final = "{kind}/{device_type}/{fingerprint}"
@@ -247,6 +249,18 @@ async def principal_of(request: Request, context: ProcessContext) -> Principal:
     if not credentials and request.scope["state"].get("is_owner"):
         return OWNER
     return await context.access.principal_of(credentials[0] if credentials else None)
+
+
+def require_ownership(call: Call) -> None:
+    """Refuse a change of a namespace that the upstream of this region owns. Raises 403."""
+    if call.context.region is not None:
+        raise call.context.region.owned_elsewhere()
+
+
+def credentials_of(request: Request) -> str | None:
+    """Return the bearer token or JWT of a request."""
+    scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
+    return credentials.strip(" ") if scheme.lower() == "bearer" else None
 
 
 def actor_of(request: Request, principal: Principal) -> Actor:

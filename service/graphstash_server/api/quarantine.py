@@ -23,6 +23,7 @@ from graphstash_server.api.calls import (
     Calls,
     NamespaceCall,
     Right,
+    credentials_of,
     in_namespace,
     json_answer,
 )
@@ -80,6 +81,9 @@ async def report_artifact(call: NamespaceCall) -> Response:
         may_withhold=call.principal.may(Scope.WRITE, where, policy),
         may_decide=call.principal.may(Scope.ADMIN, where, policy),
     )
+    region, credentials = call.context.region, credentials_of(call.request)
+    if region is not None and credentials is not None:
+        await region.report(where, report, credentials=credentials)
     return json_answer(reply)
 
 

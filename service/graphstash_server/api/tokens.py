@@ -25,6 +25,7 @@ from graphstash_server.api.calls import (
     NO_STORE,
     Call,
     Calls,
+    credentials_of,
     json_answer,
 )
 from graphstash_server.errors import ServerError
@@ -92,6 +93,9 @@ async def create_token(call: Call) -> Response:
 async def exchange_token(call: Call) -> Response:
     """Exchange the JWT of the request for a revocable token with the same rights or fewer."""
     request = await read_model(call, TokenExchange)
+    region, credentials = call.context.region, credentials_of(call.request)
+    if region is not None and credentials is not None:
+        return json_answer(await region.exchange(request, credentials=credentials), 201)
     issued = await call.context.tokens.exchange(
         request,
         caller=call.principal,

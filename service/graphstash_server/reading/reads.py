@@ -77,11 +77,12 @@ _BLOCKED: Final = Unanswered.BLOCKED
 class Reads:
     """Answers reads of artifacts, and counts hits, misses and bytes."""
 
-    __slots__ = ("_accounting", "_artifacts", "_settings")
+    __slots__ = ("_accounting", "_artifacts", "_region", "_settings")
 
     def __init__(self, context: ProcessContext) -> None:
         self._artifacts = context.artifacts
         self._accounting = context.accounting
+        self._region = context.region
         self._settings = context.settings
 
     def answer_now(self, request: ReadRequest) -> ReadAnswer | Unanswered:
@@ -95,7 +96,7 @@ class Reads:
         if found is None:
             return _BLOCKED
         if not found:
-            return self._absent(request)
+            return self._absent(request) if self._region is None else _BLOCKED
         (row,) = found
         if not request.is_head and (blob := artifacts.read_now(row)) is not None:
             return self._small_hit(request, row, blob)
@@ -115,16 +116,29 @@ class Reads:
         return answer
 
     async def answer(self, request: ReadRequest) -> ReadAnswer | Literal[Unanswered.ABSENT]:
-        """Return the answer, after waiting for the database and the blob store if necessary.
+        """Return the answer, after waiting for the database, the blob store and, in a region, the
+        upstream if necessary.
 
         Raises:
             ServerError: 416 if the range holds no byte; 503 if the database or the blob store does
-                not answer.
+                not answer, or the artifact is on its way from the upstream.
         """
+        answer = await self._answer_here(request)
+        region = self._region
+        if (
+            answer is _ABSENT
+            and region is not None
+            and await region.fetches.fetch(request.key, request.policy)
+        ):
+            answer = await self._answer_here(request)
+        return self._absent(request) if answer is _ABSENT else answer
+
+    async def _answer_here(self, request: ReadRequest) -> ReadAnswer | Literal[Unanswered.ABSENT]:
+        """Return the answer from this server's store. Counts no miss."""
         if request.is_head:
             found = await self._artifacts.find(request.key)
             if found is None:
-                return self._absent(request)
+                return _ABSENT
             return ReadAnswer(description_of(found, request.headers, request.policy))
         if may_redirect(self._settings, request.headers):
             linked = await self._artifacts.link(request.key)
@@ -132,7 +146,7 @@ class Reads:
                 return self._redirect(request, *linked)
         artifact = await self._artifacts.open(request.key)
         if artifact is None:
-            return self._absent(request)
+            return _ABSENT
         try:
             answer = self._hit(request, artifact.row, artifact.reader)
         except BaseException:

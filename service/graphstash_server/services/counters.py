@@ -57,6 +57,7 @@ class Counted(NamedTuple):
             reads that bypass FastAPI (`graphstash_server.fast`) are not timed.
         healed: artifacts dropped because their blob was lost or damaged.
         leases_expired: leases that were granted to another holder after they expired.
+        upstream: for each event between a region and its upstream, how often it happened.
         unrecognized_headers: for each header, the number of reads that it kept from the fast path.
         waiters: requests that wait for a lease.
         listening: processes that receive the database's notifications.
@@ -68,6 +69,7 @@ class Counted(NamedTuple):
     total_seconds: float
     healed: int
     leases_expired: int
+    upstream: dict[str, int]
     unrecognized_headers: dict[str, int]
     workers: int
     waiters: int
@@ -92,6 +94,7 @@ class HostCounters:
             cells[number * len(_CELL) : (number + 1) * len(_CELL)] for number in range(workers)
         ]
         self._unrecognized_headers = [NamedCounts() for _ in range(workers)]
+        self._upstream = [NamedCounts() for _ in range(workers)]
         self._free = list(range(workers))
         self.corruption = SharedText()
         self.unknown_blobs = SharedText()
@@ -110,7 +113,12 @@ class HostCounters:
 
     def of(self, row: int) -> "Counters":
         """Return the counters of the worker that has this row."""
-        return Counters(self._rows[row], self, unrecognized_headers=self._unrecognized_headers[row])
+        return Counters(
+            self._rows[row],
+            self,
+            unrecognized_headers=self._unrecognized_headers[row],
+            upstream=self._upstream[row],
+        )
 
     def sums(self) -> Counted:
         """Return the sums since the server started."""
@@ -122,6 +130,7 @@ class HostCounters:
             refused={key[1]: named[key] for key in _CELL if key[0] == "refused" and named[key]},
             seconds=sums[_SECONDS : _SECONDS + buckets],
             total_seconds=named["microseconds",] / 1e6,
+            upstream=NamedCounts.sums(self._upstream),
             unrecognized_headers=NamedCounts.sums(self._unrecognized_headers),
             **{
                 name: named[name,]
@@ -134,9 +143,15 @@ class Counters:
     """The counters of one worker. `host` has the rows of all workers."""
 
     def __init__(
-        self, cells: "memoryview[int]", host: HostCounters, *, unrecognized_headers: NamedCounts
+        self,
+        cells: "memoryview[int]",
+        host: HostCounters,
+        *,
+        unrecognized_headers: NamedCounts,
+        upstream: NamedCounts,
     ) -> None:
         self._cells = cells
+        self._upstream = upstream
         self._unrecognized_headers = unrecognized_headers
         self.host = host
 
@@ -169,6 +184,10 @@ class Counters:
         """Count a read for each header that kept it from the fast path."""
         for name in names:
             self._unrecognized_headers.count(name)
+
+    def count_upstream(self, event: str) -> None:
+        """Count an event between this region and its upstream, such as `fetch_stored`."""
+        self._upstream.count(event)
 
     def count_healed(self) -> None:
         """Count an artifact dropped because its blob was lost or damaged."""

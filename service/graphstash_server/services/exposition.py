@@ -6,9 +6,10 @@ same values of the database, so scrape them from one server only.
 
 import asyncio
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, itemgetter
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import (
@@ -52,9 +53,11 @@ class ExpositionService:
     leases: LeaseService
     plausible_clock: PlausibleClock
     store_limit_bytes: int | None
+    region: Callable[[], Awaitable[tuple[bool, int]]] | None = None
+    """Returns whether the upstream answers, and the number of artifacts that wait for it."""
 
     def __post_init__(self) -> None:
-        self._asking: asyncio.Task[tuple[Sequence[Row], int] | None] | None = None
+        self._asking: asyncio.Task[_Asked | None] | None = None
 
     def without_database(self) -> bytes:
         """Return only the state of the database, which `/readyz` reports to every caller."""
@@ -77,7 +80,10 @@ class ExpositionService:
         answer = await self._ask_in_time() if with_database else None
         if answer is None:
             return _text([*host, _gauge("database_up", _DATABASE_UP, 0)])
-        rows, held = answer
+        rows, held, region = answer
+        if region is not None:
+            host.append(_gauge("upstream_up", "Whether the upstream answers.", region[0]))
+            host.append(_gauge("upstream_queued", _QUEUED, region[1]))
 
         def text() -> bytes:
             usage = {row[0]: UsageChange(*row[1:]) for row in rows}
@@ -96,7 +102,7 @@ class ExpositionService:
         is_corrupt = self.database.corruption is not None
         return _gauge("database_corrupt", "Whether the database is damaged.", is_corrupt)
 
-    async def _ask_in_time(self) -> tuple[Sequence[Row], int] | None:
+    async def _ask_in_time(self) -> "_Asked | None":
         """Return what the database counts, or None. Concurrent calls share one query. A timeout
         does not cancel it, because a frozen database would not free the connection earlier.
         """
@@ -106,13 +112,23 @@ class ExpositionService:
         await asyncio.wait([asking], timeout=_DATABASE_SECONDS)
         return asking.result() if asking.done() else None
 
-    async def _ask(self) -> tuple[Sequence[Row], int] | None:
+    async def _ask(self) -> "_Asked | None":
         try:
-            return await list_usage(self.database), await self.leases.count_held()
+            region = await self.region() if self.region is not None else None
+            return _Asked(await list_usage(self.database), await self.leases.count_held(), region)
         except ServerError:
             return None
 
 
+class _Asked(NamedTuple):
+    """What the database counts: usage, held leases, and the state of a region."""
+
+    rows: Sequence[Row]
+    held: int
+    region: tuple[bool, int] | None
+
+
+_QUEUED = "Artifacts of this region that its upstream does not have yet."
 _CLOCK_JUMP = "How far the clock is ahead of the time that the servers have recorded."
 _UNKNOWN = "Whether blobs are kept because the database knows fewer than half of them."
 _DATABASE_UP = "Whether the database answered this scrape."
@@ -138,6 +154,11 @@ def _of_host(counted: Counted, *, is_postgresql: bool) -> Iterable[Metric]:
     for name, count in _limited(counted.unrecognized_headers).items():
         strange.add_metric([name], count)
     yield strange
+    if counted.upstream:
+        upstream = _counter("upstream", "Events between this region and its upstream.", ["event"])
+        for event, count in counted.upstream.items():
+            upstream.add_metric([event], count)
+        yield upstream
     yield _histogram(counted)
     yield _counter(
         "healed", "Artifacts dropped because their blob was lost or damaged.", value=counted.healed

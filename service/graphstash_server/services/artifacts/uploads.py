@@ -41,6 +41,7 @@ from graphstash_server.db.queries.deletions import (
 )
 from graphstash_server.db.queries.leases import end_leases
 from graphstash_server.db.queries.locks import end_pause, pause, share_blobs
+from graphstash_server.db.queries.upstream import queue_publishes
 from graphstash_server.db.queries.usage import UsageChange, add_usage
 from graphstash_server.db.queries.withdrawals import add_withdrawals
 from graphstash_server.errors import ServerError
@@ -73,6 +74,7 @@ class Upload:
         compile_seconds: seconds that the publisher took to compile, and that a hit saves.
         toolchain: compiler that made the artifact; empty if unknown.
         only_if_absent: refuse even the same bytes if the key has an artifact (`If-None-Match: *`).
+        is_forwarded: queue the artifact for the upstream of this region.
     """
 
     key: StoredKey
@@ -84,6 +86,7 @@ class Upload:
     actor: Actor
     policy: NamespacePolicy
     job: str = ""
+    is_forwarded: bool = False
 
     @property
     def replaces(self) -> bool:
@@ -293,6 +296,7 @@ async def _store_all(
     """Store the artifacts whose blobs are in the store and not doomed."""
     change = UsageChange()
     stored: list[tuple[Upload, Artifact | None]] = []
+    new: list[tuple[Upload, Artifact]] = []
     outcomes: list[_Outcome] = []
     for upload, is_there in zip(uploads, are_there, strict=True):
         outcome: _Outcome = _deleted_meanwhile()
@@ -300,6 +304,8 @@ async def _store_all(
             outcome = await _store(connection, upload, times, locked=locked.blobs)
         if isinstance(outcome, Commit) and outcome.stays is None:
             stored.append((upload, outcome.replaced))
+            assert outcome.stored is not None  # noqa: S101 - nothing else stays
+            new.append((upload, outcome.stored))
             change = change.plus(_change(upload, outcome.replaced))
         outcomes.append(outcome)
     if stored:
@@ -309,6 +315,8 @@ async def _store_all(
         await notify(connection, payloads)
         replaced = [(row.key, row.digest) for _, row in stored if row is not None]
         await add_deletions(connection, [digest for _, digest in replaced])
+        if forwarded := [row for upload, row in new if upload.is_forwarded]:
+            await queue_publishes(connection, forwarded, now=times.now)
         await add_audit(connection, [_record(*each, times.now) for each in stored])
         await add_withdrawals(connection, replaced, cause=WithdrawalCause.REPLACED, now=times.now)
     return outcomes

@@ -12,12 +12,13 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from itertools import islice
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from graphstash_schema import TOKEN_FORM, AccessKind, ErrorCode
 from graphstash_server.clock import Clock
@@ -30,7 +31,7 @@ from graphstash_server.services.identity.oidc import OidcVerifier
 from graphstash_server.services.identity.principals import ANONYMOUS, OPEN_ACCESS, Principal
 from graphstash_server.services.identity.tokens import sha256_of_secret
 
-__all__ = ["MAX_DECISION_AGE", "AccessService", "KnownToken", "KnownTokens"]
+__all__ = ["MAX_DECISION_AGE", "AccessService", "Issuer", "KnownToken", "KnownTokens"]
 
 MAX_DECISION_AGE: Final = timedelta(seconds=2)
 """Maximum age of a decision about a caller."""
@@ -42,6 +43,8 @@ _NO_TIME: Final = timedelta(0)
 _MAX_KNOWN = 10_000
 _MAX_UNKNOWN = 10_000
 """Maximum cached ids of unknown or revoked tokens. An id has 16 characters: about 2 MB."""
+
+_JWT: Final = re.compile(r"[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+")
 
 _AT_ONCE = 500
 """Maximum tokens that one statement reads."""
@@ -228,10 +231,20 @@ class _Verified(NamedTuple):
     keys: object | None
 
 
+class Issuer(Protocol):
+    """Another server that issues tokens: a region's upstream."""
+
+    async def find(self, credentials: str) -> Principal | None:
+        """Return the caller with these credentials, or None if the server refuses them."""
+
+    def find_now(self, credentials: str) -> Principal | None:
+        """Return the caller without waiting. None if refused, or if the decision is not cached."""
+
+
 @dataclass(kw_only=True, eq=False)
 class AccessService:
     """Authenticate callers. If `is_open`, callers need no token. `oidc` is None if the
-    server accepts no JWTs.
+    server accepts no JWTs. `upstream` decides about credentials that this server does not know.
     """
 
     is_open: bool
@@ -239,6 +252,7 @@ class AccessService:
     oidc: OidcVerifier | None
     accounting: Accounting
     clock: Clock
+    upstream: Issuer | None = None
 
     def __post_init__(self) -> None:
         self._verified: OrderedDict[bytes, _Verified] = OrderedDict()
@@ -283,6 +297,8 @@ class AccessService:
             principal = self._accept(token, form["id"], form["secret"])
         else:
             principal = self._verified_now(_name_of(credentials))
+        if principal is None and self.upstream is not None:
+            principal = self.upstream.find_now(credentials)
         return None if principal is None or self._is_expired(principal) else principal
 
     async def principal_of_token(self, token_id: str) -> Principal | None:
@@ -302,8 +318,12 @@ class AccessService:
         token = TOKEN_FORM.fullmatch(credentials)
         if token is not None:
             known = await self.tokens.find(token["id"])
-            return self._accept(known, token["id"], token["secret"])
-        return await self._of_jwt(credentials, self.oidc) if self.oidc is not None else None
+            principal = self._accept(known, token["id"], token["secret"])
+        else:
+            principal = await self._of_jwt(credentials, self.oidc) if self.oidc else None
+        if principal is None and self.upstream is not None and _may_be_known(credentials):
+            principal = await self.upstream.find(credentials)
+        return principal
 
     def _accept(self, token: KnownToken | None, token_id: str, secret: str) -> Principal | None:
         """Return the owner of a token if the secret is right, and count the use."""
@@ -357,6 +377,11 @@ class AccessService:
 def _bearer_in(authorization: str) -> str | None:
     scheme, _, credentials = authorization.partition(" ")
     return credentials.strip(" ") if scheme.lower() == "bearer" else None
+
+
+def _may_be_known(credentials: str) -> bool:
+    """Return whether another server may have issued a text: it is a token, or looks like a JWT."""
+    return TOKEN_FORM.fullmatch(credentials) is not None or _JWT.fullmatch(credentials) is not None
 
 
 def _name_of(jwt: str) -> bytes:

@@ -41,7 +41,7 @@ from graphstash_server.services.artifacts.service import ArtifactService
 from graphstash_server.services.counters import Counters
 from graphstash_server.services.wait_queue import Notification, Ticket, WaitQueue
 
-__all__ = ["Acquisition", "HeldLease", "LeaseService"]
+__all__ = ["Acquisition", "HeldLease", "LeaseService", "lost"]
 
 _POLL_SECONDS = 0.4
 _POLL_SECONDS_WITH_NOTIFICATIONS = 5.0
@@ -149,7 +149,7 @@ class LeaseService:
                 ttl_seconds=request.ttl_seconds,
             )
         if fencing is None:
-            raise _lost(key)
+            raise lost(key)
         return _granted(token=token, fencing=fencing, ttl_seconds=request.ttl_seconds)
 
     async def release(self, key: StoredKey, *, token: str) -> None:
@@ -169,7 +169,7 @@ class LeaseService:
                 last = await find_lease(connection, key)
                 is_ended = last is not None and last.token == token and last.released_at is not None
         if not is_ended:
-            raise _lost(key)
+            raise lost(key)
         self.wait_queue.wake(Notification.free(key))
 
     async def count_held(self) -> int:
@@ -302,7 +302,8 @@ def _granted(*, token: str, fencing: int, ttl_seconds: float) -> LeaseReply:
     )
 
 
-def _lost(key: StoredKey) -> ServerError:
+def lost(key: StoredKey) -> ServerError:
+    """Return the error for a token that does not hold the lease."""
     return ServerError(
         ErrorCode.LEASE_LOST,
         f"this token does not hold the lease on {key.key}: it expired, was released, or was never "

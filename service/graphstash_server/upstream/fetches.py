@@ -1,0 +1,298 @@
+"""Fetches: downloads an artifact that the region lacks from its upstream, once.
+
+All requests of a process for a key share one task. Processes that share a database claim the
+download in it. Nothing is served before it is stored and checked: size and digest against the
+upstream's database, and the key against the head of the envelope. The client checks the signature.
+
+A withdrawal must not be missed. The upstream may serve an artifact for two seconds after its
+withdrawal, so a download first looks up the key in the upstream's database. After the commit it
+compares the blob with the withdrawals that the region has applied since the look-up.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from io import BytesIO
+from typing import Final
+
+from graphstash_schema import (
+    ArtifactMetadata,
+    Digest,
+    ErrorCode,
+    InvalidValueError,
+    Namespace,
+    NamespacePolicy,
+    WriteMode,
+)
+from graphstash_schema.envelope import MAX_ENVELOPE_HEAD_BYTES, names_key, read_envelope_head
+from graphstash_schema.names import LIST_START, ListPosition
+from graphstash_schema.protocol import HEADER_METADATA
+from graphstash_server.actor import Actor
+from graphstash_server.artifact import FoundArtifact
+from graphstash_server.clock import Clock
+from graphstash_server.db.engine import Database
+from graphstash_server.db.queries.artifacts import FoundArtifacts
+from graphstash_server.db.queries.upstream import (
+    add_position,
+    claim_download,
+    end_download,
+    find_position,
+    is_downloading,
+    is_withdrawn_since,
+)
+from graphstash_server.db.queries.withdrawals import withdrawal_head
+from graphstash_server.errors import DigestMismatchError, LengthMismatchError, ServerError
+from graphstash_server.keys import StoredKey
+from graphstash_server.logs import in_background
+from graphstash_server.services.artifacts.service import ArtifactService
+from graphstash_server.services.artifacts.uploads import Upload, UploadService
+from graphstash_server.services.wait_queue import WaitQueue
+from graphstash_server.upstream.client import UpstreamClient, UpstreamError
+
+__all__ = ["UPSTREAM", "Fetches"]
+
+_LOGGER = logging.getLogger(__name__)
+
+UPSTREAM: Final = Actor("upstream")
+"""The upstream in the audit log."""
+
+_PATIENCE_SECONDS: Final = 1.5
+"""Seconds that a read waits for a download. Jobs wait two seconds for the first byte. After a 503
+they retry while they expect to wait less than compiling takes."""
+
+_MAX_AT_ONCE: Final = 16
+"""Concurrent downloads of a process."""
+
+_CLAIM: Final = timedelta(seconds=60)
+_CLAIM_BYTES_PER_SECOND: Final = 1024**2
+_POLL_SECONDS: Final = 0.2
+
+
+class _RefusedError(Exception):
+    """The upstream sends something else than it announces."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Fetches:
+    """Fetch missing artifacts. `is_shared` says whether other processes use the database."""
+
+    client: UpstreamClient
+    database: Database
+    artifacts: ArtifactService
+    uploads: UploadService
+    wait_queue: WaitQueue
+    clock: Clock
+    is_shared: bool
+
+    def __post_init__(self) -> None:
+        self._running: dict[StoredKey, asyncio.Task[bool]] = {}
+        self._slots = asyncio.Semaphore(_MAX_AT_ONCE)
+        self._followed: set[Namespace] = set()
+
+    async def fetch(
+        self,
+        key: StoredKey,
+        policy: NamespacePolicy,
+        *,
+        patience_seconds: float = _PATIENCE_SECONDS,
+    ) -> bool:
+        """Fetch an artifact. Return whether the region may have it now.
+
+        Raises:
+            ServerError: 503, the download continues.
+        """
+        running = self._running.get(key)
+        if running is None:
+            if not self.client.is_up.is_set():
+                return False
+            running = self._running[key] = in_background(self._run(key, policy))
+            running.add_done_callback(lambda _: self._running.pop(key))
+        done, _ = await asyncio.wait({running}, timeout=patience_seconds)
+        if done:
+            return running.result()
+        raise ServerError(
+            ErrorCode.UNAVAILABLE,
+            f"{key.key} is on its way from the upstream: retry in a second",
+            retry_after_seconds=1.0,
+        )
+
+    async def look_up(
+        self, namespace: Namespace, keys: Collection[StoredKey], found: FoundArtifacts
+    ) -> None:
+        """Add what the upstream has, or withholds, of the keys that this server lacks."""
+        missing = [key for key in keys if key not in found.artifacts and key not in found.withheld]
+        if not missing or not self.client.is_up.is_set():
+            return
+        with suppress(UpstreamError):
+            answer = await self.client.look_up(namespace, missing)
+            asked = {key.key: key for key in missing}
+            for infos, group in (
+                (answer.found, found.artifacts),
+                (answer.withdrawn, found.withheld),
+            ):
+                for each in infos:
+                    if each.key in asked:
+                        digest = Digest.parse(each.digest, size_bytes=each.size_bytes)
+                        group[asked[each.key]] = FoundArtifact(
+                            digest.sha256, digest.size_bytes, each.compile_seconds or 0.0
+                        )
+
+    async def close(self) -> None:
+        """Cancel the downloads."""
+        for task in list(self._running.values()):
+            task.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    async def _run(self, key: StoredKey, policy: NamespacePolicy) -> bool:
+        """Fetch an artifact, and count how that ended."""
+        try:
+            outcome = await self._fetch(key, policy)
+        except UpstreamError as error:
+            _LOGGER.debug("could not fetch %s: %s", key.key, error)
+            outcome = "failed"
+        except (
+            _RefusedError,
+            DigestMismatchError,
+            LengthMismatchError,
+            InvalidValueError,
+        ) as error:
+            _LOGGER.warning("refused %s in %s from the upstream: %s", key.key, key.namespace, error)
+            outcome = "refused"
+        except ServerError as error:
+            _LOGGER.warning("could not keep %s in %s: %s", key.key, key.namespace, error)
+            outcome = "not_kept"
+        self.client.count(f"fetch_{outcome}")
+        return outcome in {"stored", "present"}
+
+    async def _fetch(self, key: StoredKey, policy: NamespacePolicy) -> str:
+        stored = await self.artifacts.find_stored(key)
+        if stored is not None:
+            return "present" if stored.withheld_at is None else "absent"
+        async with self.database.reading() as connection:
+            began = await withdrawal_head(connection, key.namespace)
+        digest = await self._announced(key)
+        if digest is None:
+            return "absent"
+        async with self._slots, self._claimed(key, digest) as is_ours:
+            if await self.artifacts.find(key) is not None:
+                return "present"  # another process was faster
+            if not is_ours:
+                return "failed"
+            await self._download(key, digest, policy)
+        async with self.database.reading() as connection:
+            is_withdrawn = await is_withdrawn_since(
+                connection, key.namespace, digest, start=began.number
+            )
+        if is_withdrawn:
+            await self.artifacts.delete(key, actor=UPSTREAM, digest=str(digest))
+            return "absent"
+        return "stored"
+
+    async def _announced(self, key: StoredKey) -> Digest | None:
+        """Return the digest in the upstream's database. Follow the namespace from then on."""
+        found = await self.client.look_up(key.namespace, [key])
+        if not found.found:
+            return None
+        await self.follow(key.namespace, found.newest_withdrawal)
+        (info,) = found.found
+        return Digest.parse(info.digest, size_bytes=info.size_bytes)
+
+    async def follow(self, namespace: Namespace, position: str | None) -> None:
+        """Apply the withdrawals of a namespace after a position, unless the region does already."""
+        if namespace in self._followed:
+            return
+        async with self.database.reading() as connection:
+            known = await find_position(connection, namespace)
+        if known is None:
+            async with self.database.writing() as connection:
+                await add_position(connection, namespace, ListPosition(position or LIST_START))
+        self._followed.add(namespace)
+
+    @asynccontextmanager
+    async def _claimed(self, key: StoredKey, digest: Digest) -> AsyncIterator[bool]:
+        """Claim a download. Yield False after a download of another process."""
+        if not self.is_shared:
+            yield True
+            return
+        now = self.clock()
+        until = now + _CLAIM + timedelta(seconds=digest.size_bytes / _CLAIM_BYTES_PER_SECOND)
+        async with self.database.writing() as connection:
+            is_ours = await claim_download(connection, key, now=now, until=until)
+        if not is_ours:
+            await self._wait_for_other(key)
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            async with self.database.writing() as connection:
+                await end_download(connection, key)
+
+    async def _wait_for_other(self, key: StoredKey) -> None:
+        with self.wait_queue.joined(key) as ticket:
+            while ticket.digest is None:
+                ticket.clear()
+                async with self.database.reading() as connection:
+                    if not await is_downloading(connection, key, now=self.clock()):
+                        return
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_POLL_SECONDS):
+                        await ticket.wait()
+
+    async def _download(self, key: StoredKey, digest: Digest, policy: NamespacePolicy) -> None:
+        async with self.client.download(key, digest) as response:
+            if response.status_code != 200:
+                raise UpstreamError(f"the upstream answers {response.status_code}")
+            size_bytes = int(response.headers.get("content-length", -1))
+            sent = Digest.parse_repr_digest(
+                response.headers.get("repr-digest", ""), size_bytes=max(size_bytes, 0)
+            )
+            if sent != digest:
+                raise _RefusedError(f"it announces {digest} and sends {sent}")
+            header = response.headers.get(HEADER_METADATA, "")
+            metadata = ArtifactMetadata.from_header(header) if header else None
+            upload = Upload(
+                key=key,
+                digest=digest,
+                metadata_header=header,
+                compile_seconds=metadata.compile_seconds if metadata else 0.0,
+                toolchain=metadata.toolchain if metadata else "",
+                only_if_absent=False,
+                actor=UPSTREAM,
+                policy=policy.model_copy(update={"mode": WriteMode.WRITE_ONCE}),
+            )
+            try:
+                await self.uploads.publish(upload, _of_key(key, response.aiter_raw()))
+            except ServerError as error:
+                if error.code is not ErrorCode.CONFLICT:  # a job here published meanwhile
+                    raise
+
+
+async def _of_key(key: StoredKey, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Pass on a blob that is an envelope of the key, else raise `_RefusedError`."""
+    start = bytearray()
+    is_checked = False
+    async for chunk in chunks:
+        if is_checked:
+            yield chunk
+            continue
+        start += chunk
+        if len(start) >= MAX_ENVELOPE_HEAD_BYTES:
+            _check_head(key, start)
+            is_checked = True
+            yield bytes(start)
+    if not is_checked:
+        _check_head(key, start)
+        yield bytes(start)
+
+
+def _check_head(key: StoredKey, start: bytearray) -> None:
+    try:
+        header = read_envelope_head(BytesIO(start).read)
+    except ValueError as error:
+        raise _RefusedError(str(error)) from None
+    if not names_key(header, key.key):
+        raise _RefusedError("the envelope is of another key")

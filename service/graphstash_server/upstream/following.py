@@ -1,0 +1,233 @@
+"""Follower: asks the upstream every three seconds whether it answers, and what changed.
+
+Each process probes. One process at a time applies policies and withdrawals to the database. It
+first adds a withdrawal to this server's own list, which hosts follow, and then deletes the
+artifact. In this order, a concurrent download either is deleted here, or finds the entry
+(`fetches`).
+"""
+
+import asyncio
+import logging
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Final
+
+from graphstash_schema import Digest, InvalidValueError, Namespace
+from graphstash_schema.names import LIST_START, ListPosition
+from graphstash_schema.protocol import API_PREFIX
+from graphstash_schema.region import UpstreamState
+from graphstash_schema.withdrawals import Withdrawal, WithdrawalCause, WithdrawalList
+from graphstash_server.clock import Clock, jitter
+from graphstash_server.db.engine import Database
+from graphstash_server.db.queries.artifacts import list_stored_rows
+from graphstash_server.db.queries.locks import claim_chore
+from graphstash_server.db.queries.upstream import (
+    find_upstream_id,
+    has_artifacts,
+    is_queued,
+    list_positions,
+    note_upstream_id,
+    put_position,
+)
+from graphstash_server.db.queries.withdrawals import add_withdrawals
+from graphstash_server.errors import ServerError, StartError
+from graphstash_server.keys import StoredKey
+from graphstash_server.services.artifacts.service import ArtifactService
+from graphstash_server.services.namespaces import PolicyService
+from graphstash_server.upstream.access import UpstreamAccess
+from graphstash_server.upstream.client import UpstreamClient, UpstreamError
+from graphstash_server.upstream.fetches import UPSTREAM
+from graphstash_server.upstream.ownership import OwnershipService
+
+__all__ = ["Follower"]
+
+_LOGGER = logging.getLogger(__name__)
+
+_EVERY_SECONDS: Final = 3.0
+_DOWN_SECONDS: Final = 1.0
+_TURN: Final = timedelta(seconds=2)
+_PRUNE: Final = timedelta(hours=1)
+_PAGE: Final = 200
+
+
+@dataclass(kw_only=True, eq=False)
+class Follower:
+    """Probe the upstream and apply its changes. Cancelling it loses nothing."""
+
+    client: UpstreamClient
+    database: Database
+    artifacts: ArtifactService
+    policies: PolicyService
+    access: UpstreamAccess
+    ownership: OwnershipService
+    clock: Clock
+
+    def __post_init__(self) -> None:
+        self._refusal = ""
+
+    async def begin(self) -> None:
+        """Probe the upstream before the server serves.
+
+        Raises:
+            StartError: the server must not be a region of this upstream, or this is its first start
+                and the upstream does not answer.
+        """
+        async with self.database.reading() as connection:
+            known = await find_upstream_id(connection)
+            is_used = await has_artifacts(connection)
+        if known is None and is_used:
+            raise StartError(
+                "the store has artifacts that are not from an upstream: start a region with an "
+                "empty data directory or database"
+            )
+        try:
+            state = await self.client.probe()
+        except UpstreamError as error:
+            if known is None:
+                raise StartError(
+                    f"a region needs its upstream for the first start: {error}; check "
+                    "GRAPHSTASH_UPSTREAM_URL and GRAPHSTASH_UPSTREAM_TOKEN"
+                ) from None
+            self.client.mark_down(str(error))
+            _LOGGER.warning("the region starts without its upstream: %s", error)
+            return
+        if (refusal := await self._why_refused(state)) is not None:
+            raise StartError(refusal)
+        async with self.database.writing() as connection:
+            await note_upstream_id(connection, state.server)
+        await self._apply_policies(state)
+        self.client.mark_up()
+
+    async def run(self) -> None:
+        """Probe and apply changes, until cancelled."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_EVERY_SECONDS * (0.75 + 0.25 * jitter())):
+                    await self.client.went_down.wait()
+            if not self.client.is_up.is_set():
+                await asyncio.sleep(_DOWN_SECONDS * (0.75 + 0.25 * jitter()))
+            try:
+                await self._round()
+            except UpstreamError as error:
+                self.client.mark_down(str(error))
+            except ServerError as error:
+                _LOGGER.warning("could not apply changes of the upstream, will retry: %s", error)
+            except Exception:
+                _LOGGER.exception("following the upstream failed and will be retried")
+
+    async def _round(self) -> None:
+        state = await self.client.probe()
+        if (refusal := await self._why_refused(state)) is not None:
+            if refusal != self._refusal:
+                _LOGGER.error("%s", refusal)
+            self._refusal = refusal
+            raise UpstreamError(refusal)
+        self._refusal = ""
+        async with self.database.writing() as connection:
+            is_turn = await claim_chore(
+                connection, "follow the upstream", now=self.clock(), every=_TURN
+            )
+            is_pruning = await claim_chore(
+                connection, "forget callers of the upstream", now=self.clock(), every=_PRUNE
+            )
+        if is_turn:
+            await self._apply_policies(state)
+            await self._apply_withdrawals(state)
+        self.client.mark_up()
+        if is_pruning:
+            await self.access.prune()
+
+    async def _why_refused(self, state: UpstreamState) -> str | None:
+        """Return why this server must not be a region of the upstream, or None."""
+        url = self.client.url
+        async with self.database.reading() as connection:
+            known = await find_upstream_id(connection)
+        if state.server == await self.ownership.own_id():
+            return (
+                f"{url} is this server itself, or has a copy of its database: set "
+                "GRAPHSTASH_UPSTREAM_URL to the server that owns the namespaces"
+            )
+        if state.is_region:
+            return (
+                f"{url} is itself a region: set GRAPHSTASH_UPSTREAM_URL to its upstream, because "
+                "regions of regions could form a cycle"
+            )
+        if known is not None and state.server != known:
+            return (
+                f"{url} is another server than the one whose artifacts this region keeps "
+                f"({state.server}, not {known}): set GRAPHSTASH_UPSTREAM_URL back, or start with "
+                "an empty data directory or database"
+            )
+        return None
+
+    async def _apply_policies(self, state: UpstreamState) -> None:
+        here = {each.namespace: each.policy for each in await self.policies.list_all()}
+        for name, owned in state.namespaces.items():
+            policy = owned.known_policy
+            if policy is not None and here.get(name) != policy:
+                await self.policies.put(name, policy, UPSTREAM)
+        for name in here:
+            if name not in state.namespaces or state.namespaces[name].policy is None:
+                await self.policies.remove(name, UPSTREAM)
+
+    async def _apply_withdrawals(self, state: UpstreamState) -> None:
+        async with self.database.reading() as connection:
+            followed = await list_positions(connection)
+        for namespace, applied in followed.items():
+            owned = state.namespaces.get(namespace)
+            newest = LIST_START if owned is None else owned.newest_withdrawal
+            last, position = None, applied
+            while position not in (last, newest):
+                page = await self._page(namespace, position)
+                if page.is_complete:
+                    for entry in page.withdrawals:
+                        await self._withdraw(namespace, entry)
+                else:
+                    await self._compare_all(namespace)
+                async with self.database.writing() as connection:
+                    await put_position(connection, namespace, page.position)
+                last, position = position, page.position
+
+    async def _page(self, namespace: Namespace, after: ListPosition) -> WithdrawalList:
+        path = f"{API_PREFIX}/{namespace}/withdrawals?after={after}"
+        answer = await self.client.call("GET", path)
+        if answer.status != 200:
+            raise UpstreamError(f"the withdrawals of {namespace} answer {answer.status}")
+        return answer.parsed(WithdrawalList)
+
+    async def _withdraw(self, namespace: Namespace, entry: Withdrawal) -> None:
+        try:
+            key = StoredKey.parse_path(f"{namespace}/{entry.key}")
+            digest = Digest.parse(entry.digest, size_bytes=0)
+            cause = WithdrawalCause(entry.cause)
+        except (InvalidValueError, ValueError):
+            return  # of a later release, whose artifacts no job of this server reads
+        await self._drop(key, digest, cause=cause)
+        self.client.count("withdrawn")
+
+    async def _drop(self, key: StoredKey, digest: Digest, *, cause: WithdrawalCause) -> None:
+        async with self.database.writing() as connection:
+            await add_withdrawals(connection, [(key, digest)], cause=cause, now=self.clock())
+        await self.artifacts.delete(key, actor=UPSTREAM, digest=str(digest))
+
+    async def _compare_all(self, namespace: Namespace) -> None:
+        """Drop the copies that the upstream does not have, after a gap in its list: they may have
+        been withdrawn. Queued artifacts stay.
+        """
+        after: StoredKey | None = None
+        while True:
+            async with self.database.reading() as connection:
+                rows = await list_stored_rows(connection, namespace, after=after, limit=_PAGE)
+            if not rows:
+                return
+            after = rows[-1].key
+            found = await self.client.look_up(namespace, [row.key for row in rows])
+            valid = {(each.key, each.digest) for each in found.found}
+            for row in rows:
+                if (row.key.key, str(row.digest)) in valid:
+                    continue
+                async with self.database.reading() as connection:
+                    if await is_queued(connection, row.key):
+                        continue
+                await self._drop(row.key, row.digest, cause=WithdrawalCause.DELETED)

@@ -1,0 +1,50 @@
+"""OwnershipService: what a server tells its regions."""
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from graphstash_schema import Namespace
+from graphstash_schema.names import LIST_START
+from graphstash_schema.region import OwnedNamespace, UpstreamState
+from graphstash_server.db.engine import Database
+from graphstash_server.db.queries.identifiers import find_cache_id
+from graphstash_server.db.queries.policies import list_policies
+from graphstash_server.db.queries.withdrawals import list_ends
+
+__all__ = ["OwnershipService"]
+
+
+@dataclass(kw_only=True, eq=False)
+class OwnershipService:
+    """Identifies this server, and reports changes. Safe for concurrent calls."""
+
+    database: Database
+    is_region: bool
+
+    def __post_init__(self) -> None:
+        self._own_id: str | None = None
+
+    async def own_id(self) -> str:
+        """Return the identifier of this server's database."""
+        if self._own_id is None:
+            async with self.database.writing() as connection:
+                self._own_id = await find_cache_id(connection)
+        return self._own_id
+
+    async def read(self, *, may_read: Callable[[Namespace], Awaitable[bool]]) -> UpstreamState:
+        """Return the state of the namespaces that a caller may read."""
+        async with self.database.reading() as connection:
+            ends = await list_ends(connection)
+            policies = {each.namespace: each.policy for each in await list_policies(connection)}
+        names = [each for each in {*ends, *policies} if await may_read(each)]
+        return UpstreamState(
+            server=await self.own_id(),
+            is_region=self.is_region,
+            namespaces={
+                name: OwnedNamespace(
+                    newest_withdrawal=ends.get(name, LIST_START),
+                    policy=policies[name].model_dump(mode="json") if name in policies else None,
+                )
+                for name in names
+            },
+        )

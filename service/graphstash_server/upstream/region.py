@@ -1,0 +1,138 @@
+"""Region: the parts of a server with an upstream."""
+
+import asyncio
+from datetime import timedelta
+
+from graphstash_schema import ErrorCode, Namespace, TokenExchange, TokenIssued
+from graphstash_schema.protocol import ADMIN_PREFIX, API_PREFIX
+from graphstash_schema.quarantine import ReportRequest
+from graphstash_server.errors import ServerError
+from graphstash_server.services.artifacts.uploads import UploadService
+from graphstash_server.services.jobs.leases import LeaseService
+from graphstash_server.services.namespaces import PolicyService
+from graphstash_server.settings import Settings
+from graphstash_server.upstream.access import UpstreamAccess
+from graphstash_server.upstream.client import UpstreamClient, UpstreamError
+from graphstash_server.upstream.fetches import Fetches
+from graphstash_server.upstream.following import Follower
+from graphstash_server.upstream.leases import RegionalLeases
+from graphstash_server.upstream.ownership import OwnershipService
+from graphstash_server.upstream.publishes import Publishes
+
+__all__ = ["Region"]
+
+
+class Region:
+    """What a server with an upstream does in addition."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        leases: LeaseService,
+        uploads: UploadService,
+        policies: PolicyService,
+        ownership: OwnershipService,
+    ) -> None:
+        """Connect to nothing yet. `leases` are those of a server without an upstream.
+
+        Raises:
+            StartError: the CA file cannot be used.
+        """
+        database, clock, artifacts = leases.database, leases.clock, leases.artifacts
+        self.client = client = UpstreamClient(settings, counters=leases.counters)
+        self.access = UpstreamAccess(
+            client=client,
+            database=database,
+            clock=clock,
+            offline=timedelta(seconds=settings.upstream_offline_seconds),
+        )
+        self.fetches = Fetches(
+            client=client,
+            database=database,
+            artifacts=artifacts,
+            uploads=uploads,
+            wait_queue=leases.wait_queue,
+            clock=clock,
+            is_shared=database.is_postgresql or settings.workers > 1,
+        )
+        self.leases = RegionalLeases(
+            database=database,
+            artifacts=artifacts,
+            wait_queue=leases.wait_queue,
+            counters=leases.counters,
+            clock=clock,
+            client=client,
+            fetches=self.fetches,
+        )
+        self.publishes = Publishes(
+            client=client,
+            fetches=self.fetches,
+            database=database,
+            artifacts=artifacts,
+            clock=clock,
+        )
+        self.follower = Follower(
+            client=client,
+            database=database,
+            artifacts=artifacts,
+            policies=policies,
+            access=self.access,
+            ownership=ownership,
+            clock=clock,
+        )
+
+    async def run(self) -> None:
+        """Follow the upstream and send queued artifacts, until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.follower.run())
+            tasks.create_task(self.publishes.run())
+
+    async def close(self) -> None:
+        """Cancel downloads and close the connections."""
+        await self.fetches.close()
+        await self.client.close()
+
+    async def gauges(self) -> tuple[bool, int]:
+        """Return whether the upstream answers, and the length of the queue."""
+        return self.client.is_up.is_set(), await self.publishes.count()
+
+    def owned_elsewhere(self) -> ServerError:
+        """Return the error for a change that only the owner of the namespaces can make."""
+        return ServerError(
+            ErrorCode.FORBIDDEN,
+            f"this server is a region of {self.client.url}, which owns its namespaces: make this "
+            "change there",
+        )
+
+    async def exchange(self, request: TokenExchange, *, credentials: str) -> TokenIssued:
+        """Exchange a JWT at the upstream, which issues the token.
+
+        Raises:
+            ServerError: 403 if the upstream refuses, 503 if it does not answer.
+        """
+        try:
+            answer = await self.client.call(
+                "POST", f"{ADMIN_PREFIX}/tokens:exchange", body=request, credentials=credentials
+            )
+            if answer.status == 201:
+                return answer.parsed(TokenIssued)
+        except UpstreamError as error:
+            raise ServerError(ErrorCode.UNAVAILABLE, f"no token was issued: {error}") from None
+        raise ServerError(
+            ErrorCode.FORBIDDEN, f"{self.client.url} refuses the exchange with {answer.status}"
+        )
+
+    async def report(
+        self, namespace: Namespace, report: ReportRequest, *, credentials: str
+    ) -> None:
+        """Pass on a caller's report. Best effort: this server has handled the report."""
+        try:
+            await self.client.call(
+                "POST",
+                f"{API_PREFIX}/{namespace}/artifacts:report",
+                body=report,
+                credentials=credentials,
+            )
+        except UpstreamError:
+            self.client.count("report_failed")
