@@ -35,7 +35,7 @@ from graphstash_schema import (
 from graphstash_schema.explanation import Description
 from graphstash_schema.history import Grouping, Step
 from graphstash_schema.listing import ArtifactQuery, ListOrder
-from graphstash_schema.names import ManifestName
+from graphstash_schema.names import LIST_START, ManifestName
 from graphstash_schema.withdrawals import WithdrawalCause
 from graphstash_server.actor import Actor
 from graphstash_server.artifact import Artifact
@@ -86,6 +86,9 @@ GROWING = {
     "deletions.pending_bytes": "a mark lasts until the next collection of marked blobs",
     "leases.has_room_for_lease": "a caller and a namespace have a bounded number of leases",
     "descriptions.drop_unused_environments": "an hourly chore; artifacts share environments",
+    "upstream.count_publishes": "the queue of a region is short while its upstream answers",
+    "upstream.is_withdrawn_since": "it reads the withdrawals since a download began",
+    "upstream.prune_callers": "an hourly chore",
     "usage.recount_usage": "a daily chore and `fsck`, which compare all rows in one snapshot",
 }
 """Functions that may cost more in a large store, with the reason."""
@@ -97,6 +100,7 @@ RUN = "5"
 ACTOR = Actor("somebody")
 SETTLED = {
     *("chores", "identifiers", "namespaces", "recorded_times", "suspensions", "usage"),
+    "upstream_namespaces",
     "withdrawal_heads",
 }
 """Tables with one row per namespace or server, so a larger store has no more rows."""
@@ -156,6 +160,7 @@ def words_of(number):
         "created_by": f"{number // 16}",
         "cause": "deleted",
         "mark": f"{number:016x}",
+        "position": "0",
         "number": number + 1,
         "pinned_until": NOW + timedelta(days=1) if number < KEPT else None,
         "withheld_at": at(number) if KEPT <= number < 2 * KEPT else None,
@@ -209,6 +214,7 @@ def arguments_of(count):
     return {
         "runs.list_runs": either,
         "runs.size_of": either,
+        "access": ["{}"],
         "after": [None, candidate],
         "artifacts.list_stored_rows.after": [None, key(100)],
         "after_sha256": ["", fingerprint(100)],
@@ -227,6 +233,7 @@ def arguments_of(count):
             RunRequest(PAGE),
             RunRequest(PAGE, "x", at(30), NOW, (NOW, RUN)),
         ],
+        "credential": ["0100"],
         "digest": [digest(100)],
         "digests": [digests],
         "duration": [timedelta(minutes=1)],
@@ -272,6 +279,7 @@ def arguments_of(count):
         "leases.has_room_for_lease.of": ["caller"],
         "older_than": [old],
         "policy": [NamespacePolicy()],
+        "position": [LIST_START],
         "prefix": [fingerprint(100)[:4]],
         "reason": [ReportReason.CORRUPT],
         "replaces": [artifact(count)],
@@ -310,6 +318,7 @@ def arguments_of(count):
         "until_sha256": [None, fingerprint(101)],
         "used": [[(each, 1, NOW) for each in keys]],
         "uses": [{"0005": NOW}],
+        "value": ["x"],
         "wanted": [Toolchain(BENCH, "jax", "jax 1", NOW)],
         "with_misses": [True],
         "withdrawn": [[(key(100), digest(100))]],

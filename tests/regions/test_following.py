@@ -1,0 +1,134 @@
+"""What the upstream withdraws, revokes or forbids ends in its regions."""
+
+import threading
+
+import pytest
+
+from support.changes import execute
+from support.regions import Site, envelope, read
+from support.waiting import until
+
+
+def test_withdrawn_artifact_ends_in_the_region_and_on_its_list(world):
+    center, region = world.api(world.center), world.api(world.region())
+    blobs = {number: envelope(center, number) for number in (1, 2)}
+    for number, blob in blobs.items():
+        assert center.put(blob, number).status_code == 201
+        assert read(region, number).content == blob
+    assert center.delete(1).status_code == 204
+    until(lambda: read(region, 1).status_code == 404)
+    listed = region.http.get("/v1/team/withdrawals").json()["withdrawals"]
+    assert {each["key"].rpartition("/")[2] for each in listed} == {region.fingerprint(1)}
+    assert read(region, 2).content == blobs[2]
+
+
+def test_artifact_that_is_withdrawn_during_its_download_is_not_served(world):
+    is_sent, go_on = threading.Event(), threading.Event()
+
+    def change(request, answer):
+        if request.method == "GET" and "/artifacts/" in request.path:
+            is_sent.set()
+            go_on.wait(60)
+        return answer
+
+    center = world.api(world.center)
+    assert center.put(envelope(center, 1), 1).status_code == 201
+    assert center.put(envelope(center, 2), 2).status_code == 201
+    site = world.region(upstream=world.link(change).url)
+    region = world.api(site)
+    reading = threading.Thread(target=read, args=(region, 1))
+    reading.start()
+    assert is_sent.wait(60)
+    assert center.delete(1).status_code == 204
+    until(lambda: site.events(world.admin).get("withdrawn", 0) == 1)
+    go_on.set()
+    reading.join(60)
+    until(lambda: read(region, 1).status_code == 404)
+    assert read(region, 2).status_code == 200
+
+
+def test_region_compares_its_copies_after_a_gap_in_the_list(world):
+    center, site = world.api(world.center), world.region()
+    region = world.api(site)
+    for number in (1, 2):
+        assert center.put(envelope(center, number), number).status_code == 201
+        assert read(region, number).status_code == 200
+    site.kill()
+    for number in (3, 4, 5):
+        assert center.put(envelope(center, number), number).status_code == 201
+        assert center.delete(number).status_code == 204
+    assert center.delete(1).status_code == 204
+    # As if the entries were too old.
+    execute(world.center.database_url, "DELETE FROM withdrawals WHERE number < 3")
+    site.start()
+    until(lambda: read(region, 1).status_code == 404)
+    assert read(region, 2).status_code == 200
+
+
+def test_revoked_token_is_refused_by_the_region(world):
+    site = world.region()
+    issued = world.center.issue("read:team")
+    reader = world.api(site, issued.token)
+    assert read(reader, 1).status_code == 404
+    assert reader.put(envelope(reader, 1), 1).status_code == 403
+    admin = world.api(world.center)
+    assert admin.http.delete(f"/v1/-/tokens/{issued.info.id}").status_code == 204
+    until(lambda: reader.http.get("/v1/stats").status_code == 401)
+    assert read(reader, 1).status_code == 401
+
+
+def test_tokens_are_accepted_without_upstream_only_if_it_has_confirmed_them(world):
+    site = world.region()
+    known = world.api(site, world.center.token("read:team"))
+    unknown = world.api(site, world.center.token("read:team"))
+    assert known.http.get("/v1/stats").status_code == 200
+    world.center.kill()
+    site.kill()
+    site.start()
+    assert known.http.get("/v1/stats").status_code == 200
+    assert unknown.http.get("/v1/stats").status_code == 503
+    assert world.api(site, "gst_" + "a" * 16 + "_" + "b" * 43).get(1).status_code == 503
+    assert world.api(site, "nonsense").http.get("/v1/stats").status_code == 401
+
+
+def test_no_token_is_accepted_without_upstream_if_the_time_is_over(world):
+    site = world.region(GRAPHSTASH_UPSTREAM_OFFLINE_SECONDS="0")
+    reader = world.api(site)
+    assert reader.http.get("/v1/stats").status_code == 200
+    world.center.kill()
+    until(lambda: reader.http.get("/v1/stats").status_code == 503)
+
+
+def test_open_upstream_makes_no_caller_an_administrator(world, tmp_path):
+    with Site(tmp_path / "open", GRAPHSTASH_AUTH="none") as center:
+        region = world.region(upstream=center.url)
+        text = "gst_" + "a" * 16 + "_" + "b" * 43
+        assert world.api(region, text).http.get("/v1/-/tokens").status_code == 401
+
+
+def test_policy_of_the_upstream_holds_in_the_region(world):
+    site = world.region()
+    rules = {"trusted": True}
+    center = world.api(world.center, namespace="trusted")
+    assert center.http.put("/v1/-/namespaces/trusted", json=rules).status_code == 200
+    stars = world.api(site, world.center.token("write:*"), namespace="trusted")
+    named = world.api(site, world.center.token("write:trusted"), namespace="trusted")
+    until(lambda: stars.put(envelope(stars, 1), 1).status_code == 403)
+    assert named.put(envelope(named, 2), 2).status_code == 201
+    until(lambda: center.get(2).status_code == 200)
+    assert center.http.put("/v1/-/namespaces/trusted", json={"mode": "read_only"}).is_success
+    until(lambda: named.put(envelope(named, 3), 3).status_code == 403)
+    assert center.http.delete("/v1/-/namespaces/trusted").status_code == 204
+    until(lambda: stars.put(envelope(stars, 4), 4).status_code == 201)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("DELETE", "artifact"), ("PUT", "/v1/-/namespaces/team"), ("DELETE", "/v1/-/namespaces/team")],
+)
+def test_changes_of_the_owner_are_refused_in_a_region(world, method, path):
+    region = world.api(world.region())
+    path = region.path(1) if path == "artifact" else path
+    answer = region.http.request(method, path, json={} if method == "PUT" else None)
+    assert answer.status_code == 403
+    assert world.center.url in answer.json()["detail"]

@@ -1,0 +1,85 @@
+"""A publish that a region acknowledged reaches the upstream, whichever server is killed."""
+
+from graphstash_schema import Digest
+from support.regions import envelope, read
+from support.waiting import until
+
+
+def test_publishes_survive_the_death_of_both_servers(world):
+    site = world.region()
+    region = world.api(site)
+    world.center.kill()
+    blobs = {number: envelope(region, number, b"%d" % number * 1000) for number in range(6)}
+    for number, blob in blobs.items():
+        assert region.put(blob, number, seconds=number).status_code == 201
+    assert site.events(world.admin)["queued"] == 6
+    site.kill()
+    site.start()
+    assert {number: read(region, number).content for number in blobs} == blobs
+    world.center.start()
+    center = world.api(world.center)
+    until(lambda: site.events(world.admin)["queued"] == 0, seconds=90)
+    assert {number: center.get(number).content for number in blobs} == blobs
+    assert center.head(3).headers["graphstash-metadata"]
+    assert site.events(world.admin)["publish_sent"] == 6
+
+
+def test_region_killed_after_its_answer_delivers_after_the_restart(world):
+    site = world.region()
+    region = world.api(site)
+    blobs = {number: envelope(region, number, b"x" * 100_000) for number in range(20)}
+    for number, blob in blobs.items():
+        assert region.put(blob, number).status_code == 201
+    site.kill()
+    site.start()
+    center = world.api(world.center)
+    until(lambda: site.events(world.admin)["queued"] == 0, seconds=120)
+    assert {number: center.get(number).content for number in blobs} == blobs
+
+
+def test_first_artifact_at_the_upstream_replaces_those_of_all_regions(world):
+    sites = [world.region(), world.region()]
+    regions = [world.api(site) for site in sites]
+    world.center.kill()
+    for number, region in enumerate(regions):
+        assert region.put(envelope(region, 1, b"of %d" % number), 1).status_code == 201
+    world.center.start()
+    for site in sites:
+        until(lambda site=site: site.events(world.admin)["queued"] == 0, seconds=90)
+    first = world.api(world.center).get(1).content
+    assert first in {envelope(regions[0], 1, b"of %d" % number) for number in range(2)}
+    assert {read(region, 1).content for region in regions} == {first}
+    outcomes = [site.events(world.admin) for site in sites]
+    assert sum(each.get("publish_conflict", 0) for each in outcomes) == 1
+    withdrawn = [region.http.get("/v1/team/withdrawals").json() for region in regions]
+    assert sorted(len(each["withdrawals"]) for each in withdrawn) == [0, 1]
+
+
+def test_queued_artifacts_are_not_evicted(world):
+    site = world.region("--store-limit-bytes", "100000")
+    region = world.api(site)
+    world.center.kill()
+    first = envelope(region, 1, b"x" * 60_000)
+    assert region.put(first, 1).status_code == 201
+    assert region.put(envelope(region, 2, b"y" * 60_000), 2).status_code == 507
+    assert read(region, 1).content == first
+    world.center.start()
+    until(lambda: site.events(world.admin)["queued"] == 0, seconds=90)
+    assert region.put(envelope(region, 2, b"y" * 60_000), 2).status_code == 201
+
+
+def test_publish_that_the_upstream_never_takes_stays_in_the_region(world):
+    """The upstream's limit is below the region's."""
+    site = world.region()
+    region = world.api(site)
+    center = world.api(world.center)
+    world.center.kill()
+    blob = envelope(region, 1, b"x" * 10_000)
+    assert region.put(blob, 1).status_code == 201
+    world.center.environment["GRAPHSTASH_MAX_ARTIFACT_BYTES"] = "5000"
+    world.center.start()
+    until(lambda: site.events(world.admin)["queued"] == 0, seconds=90)
+    assert site.events(world.admin)["publish_dropped"] == 1
+    assert read(region, 1).content == blob
+    assert center.get(1).status_code == 404
+    assert str(Digest.of(blob)) not in center.call("lookup", {"keys": [center.key(1)]}).text
