@@ -3,15 +3,14 @@
 import socket
 import struct
 import threading
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from enum import StrEnum
 from socketserver import StreamRequestHandler, ThreadingTCPServer
 
-import httpx
 import pytest
 
 from graphstash import ClientConfig, Stash
-from graphstash._http.deadline import Deadline, DeadlineTransport
+from graphstash._http.deadline import Deadline
 from graphstash._http.transport import Transport
 from graphstash.errors import Reason, TransportError
 from graphstash_schema import ArtifactMetadata
@@ -127,6 +126,27 @@ def test_request_on_closed_connection_is_retried(transport_to, end):
         assert body is None or all(request.endswith(body) for request in requests)
 
 
+def test_connection_with_an_unrequested_answer_is_not_used_again(transport_to):
+    """Otherwise each later request would get the answer to another one."""
+    with Forgetful(End.CLOSE, kept=9) as server:
+        server.answer = ANSWER + ANSWER.replace(b"ok", b"no")
+        transport = transport_to(server)
+        for number in range(1, 4):
+            assert transport.call("GET", "/x").body == b"ok"
+            assert server.connections == number
+
+
+def test_wait_for_one_of_16_connections_is_bounded(transport_to):
+    with Forgetful(End.CLOSE, kept=9) as server, ExitStack() as running:
+        transport = transport_to(server, first_byte_seconds=0.2)
+        for _ in range(16):
+            running.enter_context(transport.download("/x", deadline=Deadline(60)))
+        assert refusal(transport.call, "GET", "/x").reason is Reason.TIMEOUT
+        running.close()
+        assert transport.call("GET", "/x").body == b"ok"
+        assert server.connections == 16 + 1  # the bodies of the first 16 were not read
+
+
 def upload(transport, text):
     body = [text[:1], text[1:]]
     answer = transport.upload("/y", headers={}, chunks=lambda: iter(body), size_bytes=len(text))
@@ -203,29 +223,6 @@ def test_request_with_partial_or_late_answer_is_not_retried(transport_to, end):
         error = refusal(transport.call, "POST", "/x", json=b"{}")
         assert (error.reason is Reason.TIMEOUT) == (end is End.SILENT)
     assert len(server.heard) == 2
-
-
-def test_nested_call_keeps_deadline_of_outer_call():
-    """A signal handler may make the nested call."""
-    transport = DeadlineTransport(httpx.Limits(), context=None)
-    with closing(transport), transport.within(Deadline(0)):
-        with transport.within(Deadline(60)):
-            pass
-        with pytest.raises(httpx.ReadTimeout):
-            transport.handle_request(httpx.Request("GET", "http://127.0.0.1:9"))
-
-
-def test_httpx_with_an_irreplaceable_pool_sends_nothing(monkeypatch, tmp_path):
-    """Without its own pool, a client would not use the Unix socket, and would keep no deadline."""
-
-    def rename(transport, name, value):
-        vars(transport)["_renamed" if name == "_pool" else name] = value
-
-    monkeypatch.setattr(httpx.HTTPTransport, "__setattr__", rename, raising=False)
-    with Stash(ClientConfig.load({}, url=f"unix:{tmp_path}/socket", cache_dir=tmp_path)) as stash:
-        error = refusal(stash.server.server_stats)
-    assert error.reason is Reason.PROTOCOL
-    assert "is not supported" in str(error)
 
 
 def test_a_name_with_two_addresses_is_reached_by_either(monkeypatch):

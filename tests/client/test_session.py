@@ -151,7 +151,7 @@ def test_unread_pipe_does_not_block_end_of_job(run, tmp_path):
 def test_child_forked_during_a_request_gets_its_own_connection():
     program = """
 import os, signal, ssl, threading
-from graphstash._http.deadline import ProcessClient
+from graphstash._http.connections import ProcessClient
 
 making, forking = threading.Event(), threading.Event()
 

@@ -2,10 +2,8 @@
 
 import datetime as dt
 import re
-import ssl
 from contextlib import ExitStack, closing
 
-import httpx
 import pytest
 from cryptography.hazmat.primitives.serialization import (
     BestAvailableEncryption,
@@ -16,7 +14,6 @@ from cryptography.hazmat.primitives.serialization import (
 
 from graphstash import ClientConfig, ConfigError, Reason, Stash
 from graphstash._http.client import ServerClient
-from graphstash._http.deadline import DeadlineTransport
 from support.authority import Authority
 from support.host import METADATA, key
 from support.listener import Listener
@@ -68,22 +65,6 @@ def test_background_client_reads_no_certificate_file(connect, secure, authority,
     copy.unlink()
     with closing(stash.server.with_own_connections()) as background:
         assert background.server_stats().version
-
-
-def test_certificates_are_checked_with_replaced_httpx_pools(secure):
-    class Later(DeadlineTransport):
-        """A transport on an httpx that has renamed its pool."""
-
-        def __setattr__(self, name, value):
-            if name != "_pool" or not hasattr(self, name):
-                super().__setattr__(name, value)
-
-    transport = Later(httpx.Limits(), context=ssl.create_default_context())
-    with (
-        httpx.Client(transport=transport, trust_env=False) as client,
-        pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"),
-    ):
-        client.get(secure.url)
 
 
 def test_configured_authorities_replace_those_of_the_system(

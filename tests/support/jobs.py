@@ -206,7 +206,7 @@ class Jobs:
         if (name, environment) not in self._zygotes:
             self._zygotes[name, environment] = Zygote(
                 python_of(environment),
-                "graphstash._http.deadline",  # as in every job
+                "graphstash._http.connections",  # as in every job
                 *_IMPORTED[name],
                 environment=os.environ | _READ_BY_IMPORTS,
             )

@@ -24,7 +24,7 @@ __all__ = ["Popen", "Zygote", "close", "fork_with", "install"]
 
 _ZYGOTE = Path(__file__).with_name("zygote.py")
 _COMMANDS = (
-    *("graphstash._http.deadline", "graphstash._cli.main"),
+    *("graphstash._http.connections", "graphstash._cli.main"),
     *("graphstash_server.serving.workers", "uvicorn.lifespan.on"),
     *("graphstash_server.context", "aiosqlite", "alembic.command", "alembic.script", "uvloop"),
     "pydantic_settings",

@@ -1,12 +1,15 @@
-"""LeanClient sends the same requests as httpx's own client."""
+"""LeanClient sends the same requests as httpx's own client, and imports less."""
 
 import httpx
 import pytest
 
+from graphstash._http.deadline import Deadline
 from graphstash._http.lean_client import LeanClient
 from support.listener import Listener
+from support.processes import python
 
 TIMEOUT = httpx.Timeout(5.0)
+LIMITS = {"timeout": TIMEOUT, "deadline": Deadline(60)}
 
 
 class Recorder(httpx.HTTPTransport):
@@ -51,8 +54,11 @@ def test_same_target_and_headers_as_from_httpx(prefix, method, path, content, li
     headers = {"Graphstash-Protocol": "1", "User-Agent": "graphstash"}
     more = {"Accept-Encoding": "identity", "Graphstash-Copy": "1"}
     lean = LeanClient(recorder, base_url=base_url, headers=headers)
-    for client in (httpx.Client(transport=recorder, base_url=base_url, headers=headers), lean):
-        with client.stream(method, path, headers=more, content=content, timeout=TIMEOUT):
+    for client, limit in (
+        (httpx.Client(transport=recorder, base_url=base_url, headers=headers), {}),
+        (lean, {"deadline": Deadline(60)}),
+    ):
+        with client.stream(method, path, headers=more, content=content, timeout=TIMEOUT, **limit):
             pass
     expected, sent = recorder.requests
     assert sent.content == expected.content
@@ -67,13 +73,23 @@ def test_redirects_and_cookies_are_left_alone_and_response_is_closed(listener, r
     listener.headers = "Location: /x\r\nSet-Cookie: a=b\r\n"
     client = LeanClient(recorder, base_url=listener.url, headers={})
     for _ in range(2):
-        with client.stream("GET", "/v1/a", timeout=TIMEOUT) as response:
+        with client.stream("GET", "/v1/a", **LIMITS) as response:
             assert response.status_code == 302
             assert response.request.method == "GET"
             assert b"".join(response.iter_raw()) == b"body"
         assert response.is_closed
-    with pytest.raises(ZeroDivisionError), client.stream("GET", "/v1/a", timeout=TIMEOUT) as left:
+    with pytest.raises(ZeroDivisionError), client.stream("GET", "/v1/a", **LIMITS) as left:
         raise ZeroDivisionError
     assert left.is_closed
     assert not any("cookie" in head.lower() for head in listener.heads)
     assert "Accept-Encoding: identity" in listener.heads[0]
+
+
+def test_client_imports_neither_command_line_nor_transport_of_httpx():
+    """They would cost each process of a job a third of a second."""
+    program = """
+        import sys
+        import graphstash._http.transport
+        print({"httpx._main", "httpcore", "anyio", "click", "rich"} & {*sys.modules})
+    """
+    assert python(program, check=True).stdout == "set()\n"

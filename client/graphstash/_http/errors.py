@@ -6,8 +6,7 @@ from contextlib import contextmanager
 from math import inf
 from typing import TYPE_CHECKING, Final
 
-import httpx
-
+from graphstash._http.lean_httpx import httpx
 from graphstash._http.tls import tls_failure
 from graphstash.errors import (
     BusyError,

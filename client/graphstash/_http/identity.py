@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 from typing import Final
 
-import httpx
-
 from graphstash._http.errors import named_failures, read_small
+from graphstash._http.lean_httpx import httpx
 from graphstash.config import TOKEN, github_token_request
 from graphstash.errors import CacheError, ConfigError, Reason
 

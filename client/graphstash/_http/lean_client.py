@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from contextlib import closing
 from typing import Final
 
-import httpx
+from graphstash._http.deadline import Deadline
+from graphstash._http.lean_httpx import httpx
 
 __all__ = ["LeanClient"]
 
@@ -40,9 +41,9 @@ class LeanClient:
         path: str,
         *,
         timeout: httpx.Timeout,
+        deadline: Deadline,
         headers: Mapping[str, str] | None = None,
         content: bytes | Iterable[bytes] | None = None,
-        extensions: Mapping[str, object] | None = None,
     ) -> "closing[httpx.Response]":
         """Send a request, and return the response before its body is read.
 
@@ -62,8 +63,8 @@ class LeanClient:
             stream=_NO_BODY if content is None and method == "GET" else None,
             extensions={
                 "timeout": timeout.as_dict(),
+                "deadline": deadline,
                 "target": self._prefix + raw_path,
-                **(extensions or {}),
             },
         )
         response = self._transport.handle_request(request)

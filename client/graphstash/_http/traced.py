@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import httpx
 from opentelemetry.trace import SpanKind
 
 from graphstash._http.deadline import Deadline
+from graphstash._http.lean_httpx import httpx
 from graphstash._http.transport import Answer, Transport
 from graphstash._tracing import Tracer
 from graphstash.config import ClientConfig

@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from random import uniform
 from typing import Final, cast
 
-import httpx
-
 from graphstash._http.circuit_breaker import CircuitBreaker
+from graphstash._http.connections import REPEATED, ProcessClient
 from graphstash._http.credentials import Credentials
-from graphstash._http.deadline import REPEATABLE, REPEATED, Deadline, ProcessClient
+from graphstash._http.deadline import Deadline
 from graphstash._http.errors import MAX_PROBLEM_BYTES, named_failures, read_small, refuse_errors
+from graphstash._http.lean_httpx import httpx
 from graphstash._http.tls import server_context, storage_context
 from graphstash.config import ClientConfig
 from graphstash.errors import BusyError, CacheError, Reason, RefusedError, TransportError
@@ -173,9 +173,9 @@ class Transport:
                 "GET",
                 url,
                 headers={"Accept-Encoding": "identity"},
-                extensions={"timeout": self._timeout().as_dict()},
+                extensions={"timeout": self._timeout().as_dict(), "deadline": deadline},
             )
-            with transport.within(deadline), closing(transport.handle_request(request)) as response:
+            with closing(transport.handle_request(request)) as response:
                 response.request = request
                 if response.status_code != 200:
                     raise TransportError(
@@ -253,18 +253,15 @@ class Transport:
         if token:  # httpx masks it in the repr of headers
             headers = {**headers, "Authorization": f"Bearer {token}"}
         with self._judged(method, token) as exchange, named_failures(self._config.url):
-            client, transport = self._client.connected()
-            with (
-                transport.within(deadline),
-                client.stream(
-                    method,
-                    path,
-                    headers=headers,
-                    content=content,
-                    timeout=self._timeout(patience_seconds),
-                    extensions={REPEATABLE: True} if isinstance(content, _Repeated) else None,
-                ) as response,
-            ):
+            client, _ = self._client.connected()
+            with client.stream(
+                method,
+                path,
+                headers=headers,
+                content=content,
+                timeout=self._timeout(patience_seconds),
+                deadline=deadline,
+            ) as response:
                 exchange.is_answered = True
                 try:
                     refuse_errors(response, url=self._config.url)

@@ -11,11 +11,12 @@ from time import monotonic
 from typing import Final
 from urllib.parse import urlsplit
 
-import httpx
-
 from graphstash._cli.doctor.findings import Finding, Topic, fail, ok, warn
-from graphstash._http.deadline import NO_ADDRESS, Deadline, ProcessClient
+from graphstash._http.connections import TLS, ProcessClient
+from graphstash._http.deadline import Deadline
 from graphstash._http.errors import problem_of, reason_of
+from graphstash._http.lean_httpx import httpx
+from graphstash._http.sockets import NO_ADDRESS
 from graphstash._http.tls import server_context, tls_failure
 from graphstash.config import UNIX, ClientConfig
 from graphstash_schema.protocol import HEADER_PROTOCOL, PROTOCOL_VERSION
@@ -85,8 +86,8 @@ class _Wire:
         deadline = Deadline(config.connect_seconds + config.first_byte_seconds + first_byte_seconds)
         timeout = httpx.Timeout(first_byte_seconds, connect=config.connect_seconds)
         started = monotonic()
-        client, transport = self._client.connected()
-        with transport.within(deadline), client.stream("GET", path, timeout=timeout) as response:
+        client, _ = self._client.connected()
+        with client.stream("GET", path, timeout=timeout, deadline=deadline) as response:
             at = datetime.now(UTC)
             tls = _tls_of(response)
             body = bytearray()
@@ -287,7 +288,7 @@ def _word(body: bytes, name: str) -> str:
 
 
 def _tls_of(response: httpx.Response) -> tuple[str, datetime] | None:
-    connection = response.extensions["network_stream"].get_extra_info("ssl_object")
+    connection = response.extensions[TLS]
     if connection is None:
         return None
     ends = ssl.cert_time_to_seconds(connection.getpeercert()["notAfter"])

@@ -1,0 +1,198 @@
+"""Stream: a connection whose waits are bounded by a timeout and by the deadline of a call."""
+
+import encodings.idna  # noqa: F401 - connecting imports it, which could race with a fork
+import ipaddress
+import os
+import select
+import socket
+import ssl
+import threading
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from pathlib import Path
+from typing import Final
+
+from graphstash._forking import forkable
+from graphstash._http.deadline import Deadline
+from graphstash._http.lean_httpx import httpx
+from graphstash_schema.own_files import open_own_directory
+
+__all__ = ["NO_ADDRESS", "Stream", "connect_tcp", "connect_unix"]
+
+NO_ADDRESS: Final = "no address"
+"""End of the text of the error for a name that cannot be resolved."""
+
+_READ_BYTES: Final = 128 * 1024
+"""Maximum bytes of one read. Larger pieces do not fit into the processor's cache."""
+
+_WRITE_BYTES: Final = 64 * 1024
+
+
+class Stream:
+    """A connected socket. One thread at a time uses it.
+
+    Attributes:
+        tls: the same socket if it uses TLS, or None.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._timeout = connection.gettimeout()
+        self.tls = connection if isinstance(connection, ssl.SSLSocket) else None
+        self._readable = select.poll()
+        self._readable.register(connection, select.POLLIN)
+
+    def read(self, seconds: float, deadline: Deadline) -> bytes:
+        """Return the next bytes, or b"" at the end of the stream.
+
+        Raises:
+            httpx.TransportError: no byte arrives in time, or the connection fails.
+        """
+        try:
+            with self._waiting(select.POLLIN, seconds, deadline):
+                self._limit(deadline.bound(seconds))
+                return self._socket.recv(_READ_BYTES)
+        except TimeoutError as error:
+            raise httpx.ReadTimeout(str(error)) from error
+        except OSError as error:
+            raise httpx.ReadError(str(error)) from error
+
+    def write(self, data: bytes, seconds: float, deadline: Deadline) -> None:
+        """Send all bytes.
+
+        Raises:
+            httpx.TransportError: the kernel takes no byte in time, or the connection fails.
+        """
+        left = memoryview(data)
+        try:
+            while left:
+                # The timeout restarts whenever the kernel accepts a part. Small pieces keep it
+                # accurate.
+                with self._waiting(select.POLLOUT, seconds, deadline):
+                    self._limit(deadline.bound(seconds))
+                    sent = self._socket.send(left[:_WRITE_BYTES])
+                left = left[sent:]
+        except TimeoutError as error:
+            raise httpx.WriteTimeout(str(error)) from error
+        except OSError as error:
+            raise httpx.WriteError(str(error)) from error
+
+    @property
+    def is_readable(self) -> bool:
+        """Whether bytes or the end of the stream have arrived."""
+        return bool(self._readable.poll(0))
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _limit(self, seconds: float) -> None:
+        if seconds != self._timeout:  # a system call each time
+            self._socket.settimeout(seconds)
+            self._timeout = seconds
+
+    def _waiting(
+        self, event: int, seconds: float, deadline: Deadline
+    ) -> AbstractContextManager[None]:
+        """Allow forks while waiting for the socket, but not inside OpenSSL."""
+        if self.tls is None:
+            return forkable()
+        if not self.tls.pending():
+            ready = select.poll()
+            ready.register(self._socket, event)
+            bounded = deadline.bound(seconds)
+            with forkable():
+                ready.poll(1000 * bounded)
+        return nullcontext()
+
+
+def connect_tcp(
+    host: str, port: int, *, context: ssl.SSLContext | None, seconds: float, deadline: Deadline
+) -> Stream:
+    """Connect to a host, with TLS if there is a context. Each attempt may take `seconds`.
+
+    Raises:
+        httpx.TransportError: the connection fails, or the deadline has passed.
+    """
+    *others, last = _addresses(host, deadline.bound(seconds))
+    for address in others:
+        with suppress(httpx.ConnectError, httpx.ConnectTimeout):
+            connection = _connected(address, port, deadline.bound(seconds))
+            break
+    else:
+        connection = _connected(last, port, deadline.bound(seconds))
+    if context is None:
+        return Stream(connection)
+    try:
+        context.set_alpn_protocols(["http/1.1"])
+        connection.settimeout(deadline.bound(seconds))
+        return Stream(context.wrap_socket(connection, server_hostname=host))
+    except OSError as error:
+        connection.close()
+        raise _failure(error) from error
+
+
+def connect_unix(path: Path, *, seconds: float, deadline: Deadline) -> Stream:
+    """Connect to a Unix socket, in a directory that only this user can write to.
+
+    Raises:
+        httpx.TransportError: the connection fails, or the deadline has passed.
+    """
+    bounded = deadline.bound(seconds)
+    with ExitStack() as undo:
+        try:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            undo.callback(connection.close)
+            connection.settimeout(bounded)
+            directory = open_own_directory(path.parent)
+            try:
+                # Use the descriptor: another process could swap the directory after the check.
+                with forkable():
+                    connection.connect(f"/proc/self/fd/{directory}/{path.name}")
+            finally:
+                os.close(directory)
+        except OSError as error:
+            # If the listener's backlog is full, the kernel refuses the connection at once.
+            is_late = isinstance(error, TimeoutError | BlockingIOError)
+            kind = httpx.ConnectTimeout if is_late else httpx.ConnectError
+            raise kind(error.strerror or str(error)) from error
+        undo.pop_all()
+    return Stream(connection)
+
+
+def _connected(address: str, port: int, seconds: float) -> socket.socket:
+    try:
+        with forkable():
+            connection = socket.create_connection((address, port), seconds)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    except OSError as error:
+        raise _failure(error) from error
+    return connection
+
+
+def _failure(error: OSError) -> httpx.TransportError:
+    kind = httpx.ConnectTimeout if isinstance(error, TimeoutError) else httpx.ConnectError
+    return kind(str(error))
+
+
+def _addresses(host: str, seconds: float) -> list[str]:
+    """Resolve a name to its first address in each family; a server may listen on only one family.
+
+    A thread resolves it, because the system's resolver takes no timeout.
+    """
+    found: dict[int, str] = {}
+
+    def resolve() -> None:
+        with suppress(OSError, UnicodeError):  # a label of the name is empty or too long
+            for family, *_, address in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM):
+                found.setdefault(family, str(address[0]))
+
+    try:
+        return [str(ipaddress.ip_address(host))]
+    except ValueError:
+        resolver = threading.Thread(target=resolve, name="graphstash-resolve", daemon=True)
+    with suppress(RuntimeError):  # the system cannot start a thread
+        resolver.start()
+        with forkable():
+            resolver.join(seconds)
+    if not found:
+        raise httpx.ConnectError(f"{host}: {NO_ADDRESS}")
+    return [*found.values()]
