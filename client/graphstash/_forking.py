@@ -104,8 +104,10 @@ def _enter(depth: int) -> None:
             # blocks. So at least one of them detects the other.
             _depths[this] = depth
             now = monotonic()
-            if now > until or not any(
-                now < end for thread, end in [*_forking.items()] if thread != this
+            if (
+                not _forking
+                or now > until
+                or not any(now < end for thread, end in [*_forking.items()] if thread != this)
             ):
                 return
             del _depths[this]

@@ -528,8 +528,10 @@ class _LockFile:
         self._descriptor: int | None = None
 
     def __enter__(self) -> int | None:
-        with contextlib.suppress(OSError):
+        try:
             self._descriptor = open_unshared(self._path, directory=self._root)
+        except OSError:
+            self._descriptor = None
         return self._descriptor
 
     def __exit__(self, *_: object) -> None:

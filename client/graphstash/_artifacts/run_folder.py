@@ -6,6 +6,7 @@ Every process holds the folder. While no process of a run lives, another job may
 import fcntl
 import os
 import shutil
+import weakref
 from contextlib import suppress
 from pathlib import Path
 from time import time
@@ -59,6 +60,7 @@ class SharedLines:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
+        self._descriptor: int | None = None
         self._read_bytes = 0
 
     def append(self, text: str) -> bool:
@@ -82,11 +84,14 @@ class SharedLines:
             return []
         start = self._read_bytes
         try:
-            if self._path.stat().st_size in (start, 0):
+            if self._descriptor is None:
+                self._descriptor = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                closing = weakref.finalize(self, os.close, self._descriptor)
+                closing.atexit = False  # the kernel closes it at process exit
+            size = os.fstat(self._descriptor).st_size
+            if size <= start:
                 return []
-            with self._path.open("rb") as file:
-                file.seek(start)
-                added = file.read(_MAX_READ_BYTES)
+            added = os.pread(self._descriptor, min(size - start, _MAX_READ_BYTES), start)
         except OSError:
             return []
         whole = added[: added.rfind(b"\n") + 1]

@@ -252,23 +252,32 @@ class Transport:
             headers = {**headers, HEADER_JOB: self.job}
         if token:  # httpx masks it in the repr of headers
             headers = {**headers, "Authorization": f"Bearer {token}"}
-        with self._judged(method, token) as exchange, named_failures(self._config.url):
+        is_answered = False
+        try:
             client, _ = self._client.connected()
-            with client.stream(
-                method,
-                path,
-                headers=headers,
-                content=content,
-                timeout=self._timeout(patience_seconds),
-                deadline=deadline,
-            ) as response:
-                exchange.is_answered = True
+            with (
+                named_failures(self._config.url),
+                client.stream(
+                    method,
+                    path,
+                    headers=headers,
+                    content=content,
+                    timeout=self._timeout(patience_seconds),
+                    deadline=deadline,
+                ) as response,
+            ):
+                is_answered = True
                 try:
                     refuse_errors(response, url=self._config.url)
                 except CacheError as error:
                     error.is_in_doubt = REPEATED in response.extensions
                     raise
                 yield response
+        except CacheError as error:
+            self._judge(error, method, token, is_answered=is_answered)
+            raise
+        else:
+            self._breaker.succeeded()
 
     def pause(self, seconds: float) -> None:
         """Make no call for some seconds, because the server is busy and the job must not wait."""
@@ -282,12 +291,9 @@ class Transport:
         if not self._breaker.allows():
             raise TransportError(Reason.CIRCUIT_OPEN, "earlier calls failed; the client pauses")
 
-    @contextmanager
-    def _judged(self, method: str, token: str) -> Iterator["_Exchange"]:
-        exchange = _Exchange()
-        try:
-            yield exchange
-        except BusyError as error:
+    def _judge(self, error: CacheError, method: str, token: str, *, is_answered: bool) -> None:
+        """Record a failed call for later calls. Raise if callers should get another error."""
+        if isinstance(error, BusyError):
             self._busy = error
             if error.is_full:
                 # The server refuses only new connections. Other threads may have open ones.
@@ -295,18 +301,16 @@ class Transport:
             else:
                 # Many processes get the same Retry-After, and must not all return at once.
                 self._breaker.pause(error.retry_after_seconds * uniform(1.0, 1.5))  # noqa: S311 - no secret
-            raise
-        except TransportError as error:
+        elif isinstance(error, TransportError):
             is_open = self._breaker.failed()
-            if not is_open and not exchange.is_answered and _may_be_slow(error, method):
+            if not is_open and not is_answered and _may_be_slow(error, method):
                 raise BusyError(
                     error.detail,
                     retry_after_seconds=_SLOW_SECONDS,
                     patience_seconds=_MAX_SLOW_SECONDS,
                     reason=error.reason,
                 ) from error.__cause__
-            raise
-        except RefusedError as error:
+        elif isinstance(error, RefusedError):
             if error.status >= 500:
                 self._breaker.failed()
             else:
@@ -316,9 +320,6 @@ class Transport:
                 if token:
                     detail += f": {error.detail}"
                 raise RefusedError(detail, code=error.code, status=401) from None
-            raise
-        else:
-            self._breaker.succeeded()
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,11 +328,6 @@ class _Repeated:
 
     def __iter__(self) -> Iterator[bytes]:
         return self.chunks()
-
-
-@dataclass(slots=True)
-class _Exchange:
-    is_answered: bool = False  # whether the head of the response has arrived
 
 
 def _may_be_slow(error: TransportError, method: str) -> bool:

@@ -21,6 +21,7 @@ __all__ = ["append_provenance", "read_provenance"]
 
 _MAGIC: Final = b"GSPROOF\n"
 _MAX_BYTES: Final = 4096
+_LEAD_BYTES: Final = 4 + len(_MAGIC)
 
 
 def append_provenance(envelope: IO[bytes], proof: "Provenance | None") -> None:
@@ -33,27 +34,23 @@ def append_provenance(envelope: IO[bytes], proof: "Provenance | None") -> None:
 
 
 def read_provenance(file: IO[bytes]) -> "tuple[Provenance, int]":
-    """Return the provenance behind an envelope, and the envelope's size. Rewind the file. A missing
-    or malformed provenance counts as empty.
+    """Return the provenance behind an envelope, and the envelope's size. The file is at its start,
+    and stays there. A missing or malformed provenance counts as empty.
     """
     from pydantic import ValidationError
 
     from graphstash._trust.proof import Provenance
 
-    end = file.seek(0, os.SEEK_END)
-    lead = 4 + len(_MAGIC)
+    end = os.fstat(file.fileno()).st_size
+    tail = os.pread(file.fileno(), _MAX_BYTES + _LEAD_BYTES, max(0, end - _MAX_BYTES - _LEAD_BYTES))
+    text, lead = tail[:-_LEAD_BYTES], tail[-_LEAD_BYTES:]
+    if len(lead) < _LEAD_BYTES or not lead.endswith(_MAGIC):
+        return Provenance(), end
+    (length,) = struct.unpack(">I", lead[:4])
+    if length > len(text):
+        return Provenance(), end
     try:
-        file.seek(max(0, end - lead))
-        tail = file.read(lead)
-        if len(tail) < lead or not tail.endswith(_MAGIC):
-            return Provenance(), end
-        (length,) = struct.unpack(">I", tail[:4])
-        start = end - lead - length
-        if length > _MAX_BYTES or start < 0:
-            return Provenance(), end
-        file.seek(start)
-        return Provenance.model_validate_json(file.read(length)), start
+        proof = Provenance.model_validate_json(text[len(text) - length :])
     except ValidationError:
         return Provenance(), end
-    finally:
-        file.seek(0)
+    return proof, end - _LEAD_BYTES - length
