@@ -31,6 +31,7 @@ from graphstash_server.api import (
     upstream,
 )
 from graphstash_server.api.calls import OPEN_PATHS, SECURITY_SCHEMES
+from graphstash_server.api.dispatch import Dispatch
 from graphstash_server.api.frame import RequestFrame
 from graphstash_server.api.problems import add_problem_handlers
 from graphstash_server.clock import Clock, system_clock
@@ -143,6 +144,7 @@ def create_app(
     ):
         app.include_router(api.router)
         routes += api.router.routes
+    app.add_middleware(Dispatch, routes=list(routes))
     unknown_page, pages = add_pages(app, document=app.document)
     routes += pages
     add_problem_handlers(app, routes, unknown_page=unknown_page)

@@ -2,7 +2,7 @@
 
 from typing import Any, Final
 
-from fastapi import Response
+from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from graphstash_schema import ErrorCode, Namespace, ServerStats
@@ -24,7 +24,7 @@ _NO_TOTALS: Final[dict[str, Any]] = {
 
 
 @router.get("/healthz", response_class=JSONResponse)
-async def get_health() -> Response:
+async def get_health(_: Request) -> Response:
     """Respond, without checking the database or the blob store."""
     return JSONResponse({"status": "ok", "version": __version__}, headers=NO_STORE)
 

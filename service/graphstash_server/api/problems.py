@@ -23,6 +23,7 @@ __all__ = [
     "logged_id",
     "problem_response",
     "refusals",
+    "refused",
 ]
 
 _LOGGER = logging.getLogger(__name__)
@@ -130,9 +131,14 @@ def add_problem_handlers(
 
 
 async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ServerError | InvalidValueError)  # noqa: S101 - registered for both
+    return refused(request, error)
+
+
+def refused(request: Request, error: ServerError | InvalidValueError) -> Response:
+    """Return the response to a request whose handler raised an error. Count and log the error."""
     if isinstance(error, InvalidValueError):
         error = ServerError(error.code, str(error))
-    assert isinstance(error, ServerError)  # noqa: S101 - registered for both
     return _answer(request, error)
 
 
@@ -156,8 +162,8 @@ def _on_http_error(
             if is_browser and not path.startswith(f"{API_PREFIX}/"):
                 try:
                     return await unknown_page(request)
-                except ServerError as refused:  # the request's token is invalid
-                    return _answer(request, refused)
+                except ServerError as invalid:  # the request's token is invalid
+                    return _answer(request, invalid)
             refusal = ServerError(ErrorCode.UNKNOWN_PATH, f"unknown path {path}; see /openapi.json")
             return _answer(request, refusal)
         return _answer(request, ServerError(ErrorCode.INVALID_REQUEST, str(error.detail)))
