@@ -6,7 +6,7 @@ import json
 import sqlite3
 import threading
 from contextlib import closing
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta, timezone
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from sqlalchemy import text
+from sqlalchemy.dialects import sqlite
 from sqlalchemy.engine import make_url
 
 from graphstash_schema import LookupRequest, Namespace, NamespacePolicy
@@ -23,6 +24,7 @@ from graphstash_server.db.queries.artifacts import find_artifact, find_stored
 from graphstash_server.db.queries.usage import UsageChange, add_usage, list_usage
 from graphstash_server.db.reads import PostgresLane, SqliteLane
 from graphstash_server.db.sqlite import SqliteConnection, SqliteHere, SqliteTransaction
+from graphstash_server.db.tables import UtcTime
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
 from graphstash_server.services.artifacts.uploads import CommitBatcher
@@ -111,7 +113,7 @@ async def test_single_upload_takes_few_statements(opened):
         with recorded() as statements:
             await server.put(b"blob", policy=ONCE)
         # Two reads; locks, marks and names of blobs; artifact, counters, lease, notification, log.
-        assert len(statements) <= (11 if server.context.database.is_postgresql else 8), statements
+        assert len(statements) <= (10 if server.context.database.is_postgresql else 7), statements
 
 
 async def test_uploads_that_wait_for_a_commit_share_statements(opened, monkeypatch):
@@ -436,3 +438,25 @@ def read_both_ways(raw):
     except ValidationError:
         return plain, None
     return plain, [StoredKey.of(TEAM, key) for key in model.keys]
+
+
+@pytest.mark.parametrize(
+    "time",
+    [
+        datetime(2026, 11, 28, 23, 59, 59, 999_999, UTC),
+        datetime(2026, 1, 2, 3, 4, 5, tzinfo=timezone(timedelta(hours=5, minutes=30))),
+        datetime(1, 1, 1, tzinfo=UTC),
+    ],
+)
+def test_sqlite_stores_times_as_sqlalchemy_does(time):
+    dialect = sqlite.dialect()
+    naive = time.astimezone(UTC).replace(tzinfo=None)
+    own, theirs = UtcTime(), sqlite.DATETIME()
+
+    stored = own.bind_processor(dialect)(time)
+
+    assert stored == theirs.bind_processor(dialect)(naive)
+    read = own.result_processor(dialect, None)(stored)
+    assert (read, read.tzinfo) == (time, UTC)
+    with pytest.raises(ValueError, match="no time zone"):
+        own.bind_processor(dialect)(naive)

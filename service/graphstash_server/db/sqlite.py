@@ -312,9 +312,11 @@ async def _completed(future: "asyncio.Future[T]") -> T:
     cancelled: asyncio.CancelledError | None = None
     while not future.done():
         try:
-            await asyncio.wait([future])
+            await asyncio.shield(future)
         except asyncio.CancelledError as error:
             cancelled = error
+        except Exception:  # noqa: BLE001 - `future.result` raises it
+            break
     if cancelled is not None:
         future.exception()  # or asyncio logs that no caller retrieved it
         raise cancelled

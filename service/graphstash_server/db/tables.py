@@ -4,8 +4,9 @@ A new column must be nullable or have a `server_default`: during a rolling upgra
 previous release insert rows without it.
 """
 
+from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, Final
 
 from sqlalchemy import (
     BigInteger,
@@ -58,26 +59,45 @@ __all__ = [
 
 
 class UtcTime(TypeDecorator[datetime]):
-    """An aware UTC time. SQLite stores no time zone."""
+    """An aware UTC time. SQLite stores no time zone.
+
+    SQLAlchemy's own conversions for SQLite give the same texts and times, in three times as many
+    instructions.
+    """
 
     impl = DateTime(timezone=True)
     cache_ok = True
 
-    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
+    def process_bind_param(self, value: datetime | None, _dialect: Dialect) -> datetime | None:
         """Convert to UTC. Reject a naive time."""
         if value is None:
             return None
         if value.tzinfo is None:
             raise ValueError(f"{value} has no time zone")
-        utc = value.astimezone(UTC)
-        return utc.replace(tzinfo=None) if dialect.name == "sqlite" else utc
+        return value.astimezone(UTC)
 
-    def process_result_value(self, value: Any | None, dialect: Dialect) -> datetime | None:
-        """Add the time zone that SQLite does not store."""
-        if value is None:
-            return None
-        utc: datetime = value.replace(tzinfo=UTC) if dialect.name == "sqlite" else value
-        return utc
+    def bind_processor(self, dialect: Dialect) -> Callable[[Any], Any] | None:
+        """Return the conversion of a time for the driver."""
+        if dialect.name != "sqlite":
+            return super().bind_processor(dialect)
+
+        def text_of(value: datetime | None) -> str | None:
+            utc = self.process_bind_param(value, dialect)
+            return None if utc is None else utc.isoformat(" ", "microseconds")[:_ZONE]
+
+        return text_of
+
+    def result_processor(self, dialect: Dialect, coltype: Any) -> Callable[[Any], Any] | None:
+        """Return the conversion of the driver's value."""
+        return _time_of if dialect.name == "sqlite" else super().result_processor(dialect, coltype)
+
+
+_ZONE: Final = len("2026-11-28 12:00:00.000000")
+"""Position of the time zone in an ISO time."""
+
+
+def _time_of(text: str | None) -> datetime | None:
+    return None if text is None else datetime.fromisoformat(f"{text}+00:00")
 
 
 metadata = MetaData(

@@ -2,8 +2,22 @@
 
 from collections.abc import Collection, Sequence
 from datetime import datetime, timedelta
+from typing import Final
 
-from sqlalchemy import ColumnElement, and_, bindparam, delete, func, not_, or_, select, update
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    and_,
+    bindparam,
+    delete,
+    func,
+    literal_column,
+    not_,
+    or_,
+    select,
+    union_all,
+    update,
+)
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Digest
@@ -17,13 +31,13 @@ __all__ = [
     "claim_blobs",
     "claim_deletions",
     "count_deletions",
-    "doomed_digests",
     "drop_deletions",
     "end_deletions",
     "find_claimed",
     "find_generations",
     "find_marked",
     "find_state",
+    "find_states",
     "pending_bytes",
     "release_deletions",
     "renew_claims",
@@ -146,15 +160,28 @@ def _is_claimed(now: datetime, duration: timedelta) -> ColumnElement[bool]:
     return deletions.c.claimed_until.between(now, now + 2 * duration)
 
 
-async def doomed_digests(source: Source, digests: Sequence[Digest]) -> set[str]:
-    """Return the SHA-256 of the blobs that the store may still delete."""
-    found = await _DOOMED.fetch(source, {"blobs": [digest.sha256 for digest in digests]})
-    return {sha256 for (sha256,) in found}
+async def find_states(source: Source, digests: Sequence[Digest]) -> tuple[set[str], dict[str, int]]:
+    """Return in one statement the SHA-256 of the blobs that the store may still delete, and the
+    generations by SHA-256. Blobs of generation 0 are left out.
+    """
+    found = await _STATES.fetch(source, {"blobs": [digest.sha256 for digest in digests]})
+    doomed = {sha256 for sha256, generation in found if generation == _DOOMED}
+    return doomed, {sha256: generation for sha256, generation in found if generation != _DOOMED}
 
 
-_DOOMED = Prepared(
-    lambda dialect: select(deletions.c.sha256).where(
-        is_one_of(deletions.c.sha256, "blobs", dialect), _IS_UNCONFIRMED
+_DOOMED: Final = -1
+"""Marks the rows of `_STATES` with blobs that the store may still delete. No generation."""
+
+# One statement reads both tables at the same time. Ending a deletion increments the generation in
+# the same transaction, so a blob is found doomed or with its new generation.
+_STATES = Prepared(
+    lambda dialect: union_all(
+        select(deletions.c.sha256, literal_column(str(_DOOMED), BigInteger)).where(
+            is_one_of(deletions.c.sha256, "blobs", dialect), _IS_UNCONFIRMED
+        ),
+        select(generations.c.sha256, generations.c.generation).where(
+            is_one_of(generations.c.sha256, "blobs", dialect)
+        ),
     )
 )
 

@@ -36,8 +36,7 @@ from graphstash_server.db.queries.audit import AuditRecord, add_audit
 from graphstash_server.db.queries.costs import metadata_bytes
 from graphstash_server.db.queries.deletions import (
     add_deletions,
-    doomed_digests,
-    find_generations,
+    find_states,
 )
 from graphstash_server.db.queries.leases import end_leases
 from graphstash_server.db.queries.locks import end_pause, pause, share_blobs
@@ -279,11 +278,7 @@ async def _lock(connection: Transaction, uploads: Sequence[Upload]) -> _Locked:
     # Take all locks at once: two transactions that take them in two steps could deadlock.
     blobs = {*digests, *await _blobs_to_replace(connection, uploads)}
     await share_blobs(connection, list(blobs))
-    doomed = await doomed_digests(connection, digests)
-    # Read generations after the deletions: ending a deletion increments the generation in the same
-    # transaction.
-    generations = await find_generations(connection, digests)
-    return _Locked(blobs, doomed, generations)
+    return _Locked(blobs, *await find_states(connection, digests))
 
 
 async def _store_all(
@@ -299,9 +294,11 @@ async def _store_all(
     new: list[tuple[Upload, Artifact]] = []
     outcomes: list[_Outcome] = []
     for upload, is_there in zip(uploads, are_there, strict=True):
-        outcome: _Outcome = _deleted_meanwhile()
+        outcome: _Outcome
         if is_there and upload.digest.sha256 not in locked.doomed:
             outcome = await _store(connection, upload, times, locked=locked.blobs)
+        else:
+            outcome = _deleted_meanwhile()
         if isinstance(outcome, Commit) and outcome.stays is None:
             stored.append((upload, outcome.replaced))
             assert outcome.stored is not None  # noqa: S101 - nothing else stays
