@@ -125,7 +125,13 @@ class NamespaceCall(Call):
     policy: NamespacePolicy
 
     async def reauthorize(self) -> None:
-        """Check the caller as in `Call.reauthorize`, and refresh `policy`."""
+        """Check the caller as in `Call.reauthorize`, and refresh `policy`. If the caller's grants
+        and the policy are still the same objects, the last decision holds.
+        """
+        principal = await principal_of(self.request, self.context)
+        policy = await self.context.policies.of(self.namespace)
+        if principal is self.principal and policy is self.policy:
+            return
         checked = await self._check(self.request)
         assert isinstance(checked, NamespaceCall)  # noqa: S101 - `in_namespace` made the check
         self.policy = checked.policy
@@ -277,6 +283,8 @@ def _address(request: Request) -> str:
     """
     peer = request.client.host if request.client else "own socket"
     client = request.headers.get("x-forwarded-for", "").rpartition(",")[2].strip()
+    if not client:
+        return peer
     try:  # cut the IPv6 zone, which may be any text
         return f"{ipaddress.ip_address(client.partition('%')[0])} via {peer}"
     except ValueError:

@@ -70,10 +70,13 @@ class DiskBlobStore(BlobStore):
 
     async def put(self, digest: Digest, chunks: AsyncIterator[bytes]) -> None:
         """Store the bytes durably, see `BlobStore.put`."""
-        upload = DiskUpload(digest, directory=self._temporary, space=self._space, syncs=self._syncs)
+        upload = DiskUpload(
+            digest, directory=str(self._temporary), space=self._space, syncs=self._syncs
+        )
         try:
             rest = await feed(chunks, lambda taken: self._write(partial(upload.write, taken)))
-            await self._write(partial(upload.commit, rest, destination=self._path(digest)))
+            destination = os.fsdecode(self._name(digest))
+            await self._write(partial(upload.commit, rest, destination=destination))
         except BaseException:
             await asyncio.shield(self._write(upload.abort))
             raise

@@ -51,7 +51,7 @@ class ReadThroughFill:
         *,
         back: BlobStore,
         file: DiskUpload,
-        destination: Path,
+        destination: str,
         threads: ThreadPoolExecutor,
         ended: "Callable[[ReadThroughFill], None]",
     ) -> None:
@@ -178,7 +178,7 @@ class ReadThroughFill:
         if self.is_wanted:
             await self._in_tier(partial(self._file.keep, self._destination))
         if not self.is_wanted:
-            await self._in_tier(partial(self._destination.unlink, missing_ok=True))
+            await self._in_tier(partial(Path(self._destination).unlink, missing_ok=True))
 
     async def _copy_from(self, reader: BlobReader) -> None:
         position = 0

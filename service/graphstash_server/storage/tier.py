@@ -219,13 +219,13 @@ class TieredBlobStore(BlobStore):
         fill = self._fills.get(digest.sha256)
         if fill is None or fill.is_given_up:
             file = DiskUpload(
-                digest, directory=self._temporary, space=self._space, syncs=self._syncs
+                digest, directory=str(self._temporary), space=self._space, syncs=self._syncs
             )
             fill = ReadThroughFill(
                 digest,
                 back=self._back,
                 file=file,
-                destination=self._path(digest),
+                destination=str(self._path(digest)),
                 threads=self._threads,
                 ended=self._on_fill_end,
             )

@@ -166,9 +166,11 @@ class DiskUpload:
     """
 
     def __init__(
-        self, digest: Digest, *, directory: Path, space: SpaceGuard, syncs: "DirectorySyncs"
+        self, digest: Digest, *, directory: str, space: SpaceGuard, syncs: "DirectorySyncs"
     ) -> None:
-        """Prepare the upload without I/O. The first write creates the file."""
+        """Prepare the upload without I/O. The first write creates the file in `directory`. Paths
+        are texts: building a `Path` takes longer than a system call with it.
+        """
         self._digest = digest
         self._directory = directory
         self._space = space
@@ -176,7 +178,7 @@ class DiskUpload:
         self._incoming = Incoming(digest)
         # Guards the file: a cancelled upload is discarded while a thread may still write.
         self._lock = threading.Lock()
-        self._path: Path | None = None  # of the temporary file, until it is renamed or removed
+        self._path: str | None = None  # of the temporary file, until it is renamed or removed
         self._fd = -1
         self._is_discarded = False
 
@@ -207,7 +209,7 @@ class DiskUpload:
         self.write(chunks)
         self._incoming.finish()
 
-    def keep(self, destination: Path) -> None:
+    def keep(self, destination: str) -> None:
         """Make the finished file durable under its final name. Replace an existing file, which
         holds the same bytes or is damaged. Raises `NoSpaceError`.
         """
@@ -215,16 +217,17 @@ class DiskUpload:
             if self._path is None:
                 return  # discarded
             os.fsync(self._fd)
+            directory = destination.rpartition("/")[0]
             try:
-                self._path.rename(destination)
+                os.rename(self._path, destination)  # noqa: PTH104 - see `__init__`
             except FileNotFoundError:
-                destination.parent.mkdir(exist_ok=True)
-                sync_directory(destination.parent.parent)
-                self._path.rename(destination)
+                Path(directory).mkdir(exist_ok=True)
+                sync_directory(Path(directory).parent)
+                os.rename(self._path, destination)  # noqa: PTH104 - as above
             self._path = None
-            self._syncs.sync_with_entry(destination.parent)
+            self._syncs.sync_with_entry(directory)
 
-    def commit(self, chunks: Sequence[bytes], *, destination: Path) -> None:
+    def commit(self, chunks: Sequence[bytes], *, destination: str) -> None:
         """`finish`, `keep` and `close` the file in one call of a thread. Raises their errors."""
         self.finish(chunks)
         self.keep(destination)
@@ -235,7 +238,7 @@ class DiskUpload:
         with self._lock:
             self._is_discarded = True
             if self._path is not None:
-                self._path.unlink(missing_ok=True)
+                Path(self._path).unlink(missing_ok=True)
                 self._path = None
 
     def abort(self) -> None:
@@ -268,21 +271,24 @@ class DirectorySyncs:
     """
 
     def __init__(self) -> None:
-        self._durable: set[Path] = set()  # directories whose own names are durable, only grows
+        # Directories whose own names are durable, only grows. A `Path` is built once for each.
+        self._durable: dict[str, Path] = {}
         self._lock = threading.Lock()  # guards _pending, held for a moment
         self._pending: dict[Path, Future[None]] = {}  # syncs that have not begun
         # One sync of a directory at a time. The syncing thread takes `_lock` while it holds a turn.
         self._turns: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
 
-    def sync_with_entry(self, directory: Path) -> None:
+    def sync_with_entry(self, name: str) -> None:
         """Make the names in a directory durable, and the directory's own name in its parent.
 
         The process that created the directory may have died before it synced the parent. Therefore
         the first call of this process for a directory syncs the parent.
         """
-        if directory not in self._durable:
+        directory = self._durable.get(name)
+        if directory is None:
+            directory = Path(name)
             self.sync(directory.parent)
-            self._durable.add(directory)
+            self._durable[name] = directory
         self.sync(directory)
 
     def sync(self, directory: Path) -> None:
@@ -325,10 +331,10 @@ def remove_abandoned(directory: Path) -> int:
     return removed
 
 
-def _locked_temporary(directory: Path) -> tuple[Path, int]:
+def _locked_temporary(directory: str) -> tuple[str, int]:
     """Create and lock a file. Start over if `remove_abandoned` removed it before the lock."""
     while True:
-        path = directory / secrets.token_hex(16)
+        path = f"{directory}/{secrets.token_hex(16)}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         fcntl.flock(fd, fcntl.LOCK_EX)
         if os.fstat(fd).st_nlink:
