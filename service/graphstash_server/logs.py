@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import time
 from collections.abc import Coroutine, Mapping
 from contextvars import ContextVar, copy_context
 from datetime import UTC, datetime
@@ -31,6 +32,17 @@ _INDENT: Final = "    "
 
 class EscapingFormatter(logging.Formatter):
     """Formats an entry as one line of text. Traceback lines follow, indented."""
+
+    _second = -1
+    _text = ""  # of `_second`
+
+    def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802 - logging's name
+        """Format the time. Build the text of a second once, which takes longer than the rest."""
+        second = int(record.created)
+        if second != self._second:
+            self._second = second
+            self._text = time.strftime(datefmt or self.default_time_format, self.converter(second))
+        return f"{self._text},{int(record.msecs):03d}"
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         """Escape the entry's line."""
@@ -88,7 +100,7 @@ class WithoutQuery(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Cut the query. `args`: address, method, path with query, version, status."""
-        if isinstance(record.args, tuple) and len(record.args) == 5:
+        if isinstance(record.args, tuple) and len(record.args) == 5 and "?" in str(record.args[2]):
             address, method, path, *rest = record.args
             record.args = (address, method, str(path).partition("?")[0], *rest)
         return True

@@ -28,10 +28,12 @@ class SharedText:
         encoded = b""
         for _ in range(_TRIES):
             length, checksum = self._head
+            if not length:
+                return None
             encoded = self._memory[_HEAD_BYTES : _HEAD_BYTES + length]
-            if not length or crc32(encoded) == checksum:
+            if crc32(encoded) == checksum:
                 break
-        return encoded.decode(errors="replace") if encoded else None
+        return encoded.decode(errors="replace")
 
     def set(self, text: str | None) -> None:
         """Replace the text. It is cut after about 4,000 bytes."""

@@ -106,11 +106,13 @@ class Tracing:
         """Begin the span of a request. `finish` ends it. A repeated or malformed `traceparent`
         begins a new trace, as W3C Trace Context specifies.
         """
-        carrier = {"traceparent": traceparents[0]} if len(traceparents) == 1 else {}
+        parent = Context()
+        if len(traceparents) == 1:
+            parent = _PROPAGATOR.extract({"traceparent": traceparents[0]}, parent)
         known = method if method in _METHODS else "_OTHER"
         return self._tracer.start_span(
             known,
-            _PROPAGATOR.extract(carrier, Context()),
+            parent,
             SpanKind.SERVER,
             {"http.request.method": known},
         )
@@ -120,11 +122,13 @@ class Tracing:
         """End the span of a request. `status` is None if no response began. `route` is the path
         template, or None if no route matches. Then `path` is arbitrary and not recorded.
         """
+        attributes: dict[str, AttributeValue] = {}
         if route is not None and isinstance(span, ReadableSpan):
             span.update_name(f"{span.name} {route}")
-            span.set_attributes({"http.route": route, "url.path": path})
+            attributes |= {"http.route": route, "url.path": path}
         if status is not None:
-            span.set_attribute("http.response.status_code", status)
+            attributes["http.response.status_code"] = status
+        span.set_attributes(attributes)
         if status is None or status >= 500:
             span.set_status(StatusCode.ERROR)
         span.end()
