@@ -70,7 +70,7 @@ class StoredKey(NamedTuple):
     @property
     def columns(self) -> tuple[str, str, str, str]:
         """Values of the primary key. Transactions lock rows in this order to avoid deadlocks."""
-        return self.namespace, self.fingerprint, self.kind.value, self.device_type
+        return self.namespace, self.fingerprint, self.kind._value_, self.device_type
 
     @property
     def artifact_path(self) -> str:

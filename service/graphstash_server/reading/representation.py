@@ -6,7 +6,7 @@ lower-case names.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Final
 
@@ -79,6 +79,7 @@ class Representation:
     headers: Mapping[str, str]
     span: tuple[int, int] | None = None
     served: tuple[int, int] | None = None
+    _lines: bytes | None = None
 
     @property
     def served_bytes(self) -> int:
@@ -86,11 +87,13 @@ class Representation:
         start, stop = self.served or (0, 0)
         return stop - start
 
-    @cached_property
+    @property
     def lines(self) -> bytes:
-        """Header lines of HTTP/1.1."""
-        lines = [f"{name.lower()}: {value}\r\n" for name, value in self.headers.items()]
-        return "".join(lines).encode("latin-1")
+        """Header lines of HTTP/1.1, built once. A `cached_property` would take a lock."""
+        if self._lines is None:
+            lines = [f"{name.lower()}: {value}\r\n" for name, value in self.headers.items()]
+            self._lines = "".join(lines).encode("latin-1")
+        return self._lines
 
 
 def absent(key: StoredKey) -> ServerError:
