@@ -1,9 +1,10 @@
-"""Descriptions of code, for values that no pair of programs in `wrong_hits` contains."""
+"""Descriptions of the code of a program. `wrong_hits` tests the places where compilers read it."""
 
 import abc
 import dataclasses
 import enum
 import functools
+import itertools
 import os
 import threading
 import time
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from compilers.wrong_hits.generated.values import HOLDERS
 from graphstash.hooks.code import CodeDescriber, UndescribableError
 
 
@@ -59,10 +61,21 @@ def named(by):
     return cls, function, part
 
 
+def with_factory(factory):
+    return dataclasses.make_dataclass(
+        "A", [("by", int, dataclasses.field(default_factory=factory))]
+    )
+
+
 def with_builtins(by):
     names = {"__builtins__": {"abs": by}}
     exec("def function():\n    return abs", names)
     return names["function"]
+
+
+def assigns_to_a_global():
+    global count  # noqa: PLW0603 - the describer must refuse it
+    count = 5
 
 
 class Scale:
@@ -81,6 +94,7 @@ class Scale:
         ({"k": [1, {"n": 2}]}, {"k": [1, {"n": 3}]}),
         ({"k": 5, "l": 1}, {"l": 1, "k": 5}),
         (lambda key: 5, lambda key: 7),
+        (lambda keys: max(keys, key=lambda _: 5), lambda keys: max(keys, key=lambda _: 7)),
         (lambda key, by=5: by, lambda key, by=7: by),
         (lambda key, *, by=5: by, lambda key, *, by=7: by),
         (functools.partial(max, 5), functools.partial(max, 7)),
@@ -92,6 +106,34 @@ class Scale:
 def test_another_value_has_another_description(one, other):
     described = [CodeDescriber().describe(each) for each in (one, one, other)]
     assert described[0] == described[1] != described[2]
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_value_is_described_however_a_function_gets_it_and_wherever_the_function_stands(holder):
+    def described(value, before=""):
+        program = {"__name__": "program"}
+        exec(before + HOLDERS[holder].replace("VALUE", value), program)
+        return CodeDescriber().describe(program["read"])
+
+    assert described("5") == described("5", "\n# moved\nSPARE = 1\n") != described("7")
+
+
+@pytest.mark.parametrize(
+    ("owner", "read"),
+    [
+        (torch.nn.Module, lambda: torch.nn.Module.by),
+        (torch.nn.functional.softsign, lambda: torch.nn.functional.softsign.by),
+    ],
+)
+@pytest.mark.parametrize("values", [(5, 7), (lambda: 5, lambda: 7)])
+def test_attribute_that_a_program_gives_a_class_or_function_of_a_compiler_is_described(
+    owner, read, values, monkeypatch
+):
+    described = []
+    for value in values:
+        monkeypatch.setattr(owner, "by", value, raising=False)
+        described.append(CodeDescriber("torch").describe(read))
+    assert described[0] != described[1]
 
 
 def test_attribute_of_member_of_enumeration_is_described():
@@ -108,6 +150,9 @@ def test_attribute_of_member_of_enumeration_is_described():
         time.time,
         types.MappingProxyType({"k": 5}),
         functools.partial(open, "file"),
+        itertools.count(5),
+        assigns_to_a_global,
+        lambda key: key.__globals__,
         lambda key: os.environ[key],
         lambda key: getattr(os, key),
         lambda key: __import__("os"),

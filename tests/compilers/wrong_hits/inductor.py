@@ -195,8 +195,8 @@ def _around(name: str, *values: str, text: str = _MULTIPLY) -> Pair:
 
 
 def _switch(name: str, statement: str, *values: str, **how: Any) -> Pair:
-    """Return a pair that differs in a switch of the process."""
-    return pair(name, _SWITCH.replace("HERE", statement), *values, **how)
+    """Return a pair that differs in a switch of the process, by default off and on."""
+    return pair(name, _SWITCH.replace("HERE", statement), *(values or OFF_AND_ON), **how)
 
 
 _GRADIENT = "scale.register_autograd(lambda ctx, g: HERE)"
@@ -211,59 +211,21 @@ other.register_fake(lambda g: torch.empty_like(g))
 
 _CODE = (
     _code("backward of a custom operation", _GRADIENT, "g * 2", "g * 3"),
-    _code(
-        "closure of a backward",
-        """
-def gradient(by):
-    return lambda ctx, g: g * by
-
-scale.register_autograd(gradient(HERE))
-""",
-    ),
-    _code(
-        "global of a backward",
-        f"FACTOR = HERE\n{_GRADIENT}".replace("HERE)", "g * FACTOR)"),
-    ),
-    _reads(
-        "entry of a dictionary that a backward reads", "FACTORS = {'k': HERE}", "g * FACTORS['k']"
-    ),
-    _reads(
-        "tensor that a backward reads", "FACTOR = torch.tensor(HERE)", "g * FACTOR", "2.0", "3.0"
-    ),
-    _reads(
-        "attribute of a tensor that a backward reads",
-        "FACTOR = torch.tensor(1.0)\nFACTOR.by = HERE",
-        "g * FACTOR.by",
-    ),
-    _reads(
-        "whether a tensor that a backward reads requires a gradient",
-        "FACTOR = torch.tensor(2.0, requires_grad=HERE)",
-        "g * (1 + FACTOR.requires_grad)",
-        *OFF_AND_ON,
-    ),
-    _reads("function that a backward calls", "helper = lambda g: g * HERE", "helper(g)"),
-    _reads(
-        "function two calls away",
-        "inner = lambda g: g * HERE\nouter = lambda g: inner(g)",
-        "outer(g)",
-    ),
-    _code(
-        "default of a backward",
-        "def gradient(ctx, g, by=HERE):\n    return g * by\nscale.register_autograd(gradient)",
-    ),
-    _code(
-        "keyword default of a backward",
-        "def gradient(ctx, g, *, by=HERE):\n    return g * by\nscale.register_autograd(gradient)",
-    ),
-    _code(
-        "partial as a backward",
-        "import functools\ndef gradient(by, ctx, g):\n    return g * by\n"
-        "scale.register_autograd(functools.partial(gradient, HERE))",
-    ),
-    _reads(
-        "attribute of an object that a backward reads",
-        "class Factor:\n    def __init__(self, by):\n        self.by = by\nfactor = Factor(HERE)",
-        "g * factor.by",
+    *(
+        _reads(name, before, expression)
+        for name, before, expression in (
+            ("tensor that a backward reads", "FACTOR = torch.tensor(HERE.0)", "g * FACTOR"),
+            (
+                "attribute of a tensor that a backward reads",
+                "FACTOR = torch.tensor(1.0)\nFACTOR.by = HERE",
+                "g * FACTOR.by",
+            ),
+            (
+                "whether a tensor that a backward reads requires a gradient",
+                "FACTOR = torch.tensor(2.0, requires_grad=HERE > 2)",
+                "g * (1 + FACTOR.requires_grad)",
+            ),
+        )
     ),
     _reads_changed(
         "attribute that a program gives all tensors", "torch.Tensor.by = HERE", "g * g.by"
@@ -294,11 +256,6 @@ scale.register_autograd(gradient(HERE))
         "attribute that a program gives all contexts",
         "torch.autograd.function.FunctionCtx.by = HERE",
         "g * ctx.by",
-    ),
-    _reads(
-        "method of a class that a backward uses",
-        "class Factor:\n    def by(self):\n        return HERE\nfactor = Factor()",
-        "g * factor.by()",
     ),
     _reads(
         "what is saved for the backward",
@@ -535,43 +492,6 @@ _UNSHARED = (
         "exec('def lowered(x): return x * HERE')\n"
         "lowering.register_lowering(torch.ops.pairs.scale.default)(lowered)",
         reason="no readable source",
-    ),
-    _reads(
-        "backward that reads the environment",
-        "import os",
-        "g * int(os.environ.get('BY', 'HERE'))",
-        reason="environ",
-    ),
-    _code(
-        "backward that assigns to a global",
-        "count = HERE\ndef gradient(ctx, g):\n    global count\n    count += 1\n"
-        "    return g * count\n"
-        "scale.register_autograd(gradient)",
-        reason="assigns to a global",
-    ),
-    _reads(
-        "large tensor that a backward reads",
-        "FACTOR = torch.full((100, 100), HERE)",
-        "g * FACTOR.sum()",
-        "2.0",
-        "3.0",
-        reason="a tensor of 10000 elements, more than 4096",
-    ),
-    _code(
-        "parameter that a backward reads",
-        "FACTOR = torch.nn.Parameter(torch.tensor(HERE))\n"
-        "scale.register_autograd(lambda ctx, g: g * FACTOR.detach())",
-        "2.0",
-        "3.0",
-        reason="a tensor of the class Parameter",
-    ),
-    _reads(
-        "gradient of a tensor that a backward reads",
-        "FACTOR = torch.tensor(2.0, requires_grad=True)\nFACTOR.grad = torch.tensor(HERE)",
-        "g * FACTOR.grad",
-        "2.0",
-        "3.0",
-        reason="a tensor with a gradient",
     ),
 )
 
@@ -852,48 +772,11 @@ graph = torch.fx.symbolic_trace(lambda x: torch.ops.quantized.add_relu.default(x
 
 _AROUND_CODE = (
     pair("library with kernels for a namespace of torch", _LOADED, "2", "3"),
-    _reads("attribute of a function", "def helper():\n    pass\nhelper.by = HERE", "g * helper.by"),
     _code(
         "operation of a module that a backward imports",
         f"{_OTHER}\ndef gradient(ctx, g):\n    import torch\n    return torch.ops.pairs.other(g)\n"
         "scale.register_autograd(gradient)",
     ),
-    _code(
-        "method that is a backward",
-        "class Factor:\n    def __init__(self):\n        self.by = HERE\n"
-        "    def gradient(self, ctx, g):\n        return g * self.by\n"
-        "scale.register_autograd(Factor().gradient)",
-    ),
-    _reads(
-        "attribute of a class that a backward reads",
-        "class Factor:\n    by = HERE",
-        "g * Factor.by",
-    ),
-    _reads_changed(
-        "attribute of a class of torch", "torch.Tensor.by = HERE", "g * torch.Tensor.by"
-    ),
-    _reads_changed(
-        "method of a class of torch",
-        "torch.nn.Module.by = lambda: HERE",
-        "g * torch.nn.Module.by()",
-    ),
-    _reads_changed(
-        "attribute of a function of torch",
-        "torch.nn.functional.softsign.by = HERE",
-        "g * torch.nn.functional.softsign.by",
-    ),
-    _reads(
-        "field of a dataclass",
-        "import dataclasses\n@dataclasses.dataclass\nclass Factor:\n    by: int = HERE\n"
-        "factor = Factor()",
-        "g * factor.by",
-    ),
-    _reads(
-        "field of a named tuple",
-        "import typing\nclass Factor(typing.NamedTuple):\n    by: int\nfactor = Factor(HERE)",
-        "g * factor.by",
-    ),
-    _reads("array of NumPy", "import numpy\nFACTOR = numpy.array(HERE)", "g * float(FACTOR)"),
     _changes(
         "rule for a mode of dispatch",
         "from torch.utils._python_dispatch import TorchDispatchMode\n"
@@ -1190,19 +1073,6 @@ _SEEN_BEFORE = (
         "nodes.output(())\ngraph = torch.fx.GraphModule(torch.nn.Module(), nodes)\n" + _GIVEN,
         *OFF_AND_ON,
     ),
-    _code(
-        "function inside of a wrapper that is read by name",
-        "import functools\ndef inner(ctx, g):\n    return g * HERE\n"
-        "@functools.wraps(inner)\ndef gradient(ctx, g):\n"
-        "    return gradient.__wrapped__(ctx, g)\nscale.register_autograd(gradient)",
-    ),
-    _code(
-        "deleter of a property",
-        "class Factor:\n    by = property(lambda self: self.held, None, lambda self: "
-        "setattr(self, 'held', HERE))\n"
-        "def gradient(ctx, g):\n    factor = Factor()\n    del factor.by\n"
-        "    return g * factor.by\nscale.register_autograd(gradient)",
-    ),
 )
 
 _SHARDED = """
@@ -1218,6 +1088,38 @@ torch.compile(lambda x: x @ x)(x)
 """
 
 _REFUSED_CODE = (
+    *(
+        _reads(name, before, expression, reason=reason)
+        for name, before, expression, reason in (
+            (
+                "large tensor",
+                "FACTOR = torch.full((100, 100), HERE.0)",
+                "g * FACTOR.sum()",
+                "a tensor of 10000 elements, more than 4096",
+            ),
+            (
+                "parameter",
+                "FACTOR = torch.nn.Parameter(torch.tensor(HERE.0))",
+                "g * FACTOR.detach()",
+                "a tensor of the class Parameter",
+            ),
+            (
+                "gradient of a tensor",
+                "FACTOR = torch.ones((), requires_grad=True)\nFACTOR.grad = torch.tensor(HERE.0)",
+                "g * FACTOR.grad",
+                "a tensor with a gradient",
+            ),
+            (
+                "rank of the process",
+                "import torch.distributed as dist",
+                "g * (dist.get_rank() + HERE)",
+                "get_rank",
+            ),
+            ("file", "", "g * torch.load('HERE').item()", "torch.load"),
+            ("seed", "", "g * (torch.initial_seed() + HERE)", "initial_seed"),
+            ("operation by its name", _OTHER, "getattr(torch.ops.pairs, 'other')(g)", "as a whole"),
+        )
+    ),
     pair(
         "tensor in shards",
         _SHARDED,
@@ -1230,49 +1132,6 @@ _REFUSED_CODE = (
         f"{_OTHER}\ndef gradient(ctx, g):\n    ops = torch.ops\n    return ops.pairs.other(g)\n"
         "scale.register_autograd(gradient)",
         reason="read as a whole",
-    ),
-    _reads(
-        "operation by its name",
-        _OTHER,
-        "getattr(torch.ops.pairs, 'other')(g)",
-        reason="read as a whole",
-    ),
-    _reads_changed(
-        "attribute of the module torch by its name",
-        "torch.FACTOR = HERE",
-        "g * getattr(torch, 'FACTOR')",
-        reason="read as a whole",
-    ),
-    _reads(
-        "globals of a function",
-        "FACTOR = HERE\ndef helper():\n    pass",
-        "g * helper.__globals__['FACTOR']",
-        reason="__globals__",
-    ),
-    _reads(
-        "rank of the process",
-        "import torch.distributed as dist",
-        "g * (dist.get_rank() + HERE)",
-        reason="get_rank",
-    ),
-    _code(
-        "file that a backward loads",
-        "scale.register_autograd(lambda ctx, g: g * torch.load('HERE').item())",
-        "one",
-        "another",
-        reason="torch.load",
-    ),
-    _reads_changed(
-        "seed that a backward reads",
-        "torch.manual_seed(HERE)",
-        "g * torch.initial_seed()",
-        reason="initial_seed",
-    ),
-    _reads(
-        "counter in C",
-        "import itertools\ncount = itertools.count(HERE)",
-        "g * next(count)",
-        reason="itertools.count",
     ),
     pair(
         "kernel of ATen that a library replaces",
@@ -1345,50 +1204,36 @@ _SWITCHES = (
         "torch.backends.cudnn.flags(enabled=False)",
     ),
     _switch("default type", "torch.set_default_dtype(torch.HERE)", "float32", "float64"),
-    _switch("threads within operations", "torch.set_num_threads(HERE)"),
-    _switch("determinism", "torch.use_deterministic_algorithms(HERE)", "False", "True"),
+    _switch("threads within operations", "torch.set_num_threads(HERE)", "2", "3"),
+    _switch("determinism", "torch.use_deterministic_algorithms(HERE)"),
     _switch(
         "warnings instead of determinism",
         "torch.use_deterministic_algorithms(True, warn_only=HERE)",
-        *OFF_AND_ON,
     ),
-    _switch(
-        "filling of memory",
-        "torch.utils.deterministic.fill_uninitialized_memory = HERE",
-        "True",
-        "False",
-    ),
+    _switch("filling of memory", "torch.utils.deterministic.fill_uninitialized_memory = HERE"),
     _switch(
         "precision of products", "torch.set_float32_matmul_precision(HERE)", "'highest'", "'medium'"
     ),
     _switch(
         "reduced sums of half precision",
         "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = HERE",
-        "True",
-        "False",
     ),
     _switch(
         "reduced sums of bfloat16",
         "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = HERE",
-        "True",
-        "False",
     ),
-    _switch("flash attention", "torch.backends.cuda.enable_flash_sdp(HERE)", "True", "False"),
-    _switch(
-        "attention by mathematics", "torch.backends.cuda.enable_math_sdp(HERE)", "True", "False"
-    ),
+    _switch("flash attention", "torch.backends.cuda.enable_flash_sdp(HERE)"),
+    _switch("attention by mathematics", "torch.backends.cuda.enable_math_sdp(HERE)"),
     _switch(
         "engine of quantization", "torch.backends.quantized.engine = HERE", "'onednn'", "'fbgemm'"
     ),
-    _switch("anomaly mode", "torch.autograd.set_detect_anomaly(HERE)", "False", "True"),
-    _switch("choice of einsum's path", "torch.backends.opt_einsum.enabled = HERE", "False", "True"),
-    _switch(
-        "fast path of attention", "torch.backends.mha.set_fastpath_enabled(HERE)", "True", "False"
-    ),
+    _switch("anomaly mode", "torch.autograd.set_detect_anomaly(HERE)"),
+    _switch("choice of einsum's path", "torch.backends.opt_einsum.enabled = HERE"),
+    _switch("fast path of attention", "torch.backends.mha.set_fastpath_enabled(HERE)"),
     *(
         _switch(f"setting {name} of {module}", f"import {module} as c; c.{name} = HERE", *values)
         for module, name, *values in (
-            ("torch._inductor.config", "_micro_pipeline_tp", "False", "True"),
+            ("torch._inductor.config", "_micro_pipeline_tp"),
             ("torch._inductor.config", "_fuse_ddp_bucket_size", "25", "50"),
             ("torch._inductor.config", "_fuse_ddp_communication_passes", "['a']", "['b']"),
             ("torch._functorch.config", "activation_memory_budget_solver", "'dp'", "'greedy'"),
@@ -1411,7 +1256,6 @@ _SWITCHES = (
         "import torch._dynamo.config as c; import torch._inductor.config as d\n"
         "if 'skip_fsdp_hooks' in c._config:\n    c.skip_fsdp_hooks = HERE\n"
         "else:\n    d._micro_pipeline_tp = HERE",
-        *OFF_AND_ON,
     ),
     _switch(
         "flags of mkldnn when Inductor registered its fusions",
@@ -1421,15 +1265,8 @@ _SWITCHES = (
         "for each in post_grad.pass_patterns:\n    each.patterns.clear()\n"
         "with torch.backends.mkldnn.flags(enabled=HERE):\n"
         "    mkldnn_fusion._mkldnn_fusion_init()",
-        "True",
-        "False",
     ),
-    _switch(
-        "setting of Inductor",
-        "import torch._inductor.config as c; c.epilogue_fusion = HERE",
-        "True",
-        "False",
-    ),
+    _switch("setting of Inductor", "import torch._inductor.config as c; c.epilogue_fusion = HERE"),
 )
 
 _EQUAL = Relation.EQUAL
@@ -1631,44 +1468,8 @@ _REVERSE = (
         relation=_EQUAL,
     ),
     _code("custom operation on another host", _GRADIENT, "g * 2", relation=_EQUAL),
-    _code(
-        "line of a custom operation",
-        f"HERE\n{_GRADIENT.replace('HERE', 'g * 2')}",
-        "",
-        "\n\n# moved",
-        relation=_EQUAL,
-    ),
-    _code(
-        "documentation of a backward",
-        "def gradient(ctx, g):\n    # HERE\n    return g * 2\nscale.register_autograd(gradient)",
-        "one",
-        "another",
-        relation=_EQUAL,
-    ),
-    _code(
-        "global that no code reads",
-        f"SPARE = HERE\n{_GRADIENT.replace('HERE', 'g * 2')}",
-        "1",
-        "2",
-        relation=_EQUAL,
-    ),
-    _reads(
-        "set of strings that a backward reads",
-        "NAMES = {'a', 'b', 'c'}",
-        "g * len(NAMES) + HERE",
-        "0",
-        relation=_EQUAL,
-    ),
     pair("lowering on another host", _LOWER, "cos", relation=_EQUAL),
     pair("graph pass on another host", _PASS, "None", relation=_EQUAL),
-    _reads(
-        "frozen dataclass with a factory",
-        "import dataclasses\n@dataclasses.dataclass(frozen=True)\nclass Factor:\n"
-        "    by: list = dataclasses.field(default_factory=lambda: [2])\nfactor = Factor()",
-        "g * factor.by[0] + HERE",
-        "0",
-        relation=_EQUAL,
-    ),
 )
 
 PAIRS = with_extended(
@@ -1701,15 +1502,6 @@ PAIRS = with_extended(
         "state of a graph pass",
         "pattern in place of another one",
         "operation of ATen that is kept",
-        "function inside of a wrapper that is read by name",
-        "deleter of a property",
-        "frozen dataclass with a factory",
-        "function two calls away",
-        "keyword default of a backward",
-        "method of a class that a backward uses",
-        "field of a named tuple",
-        "field of a dataclass",
-        "attribute of a class that a backward reads",
         "lowering of another operation",
         "operation without a decomposition",
         "pattern in a joint graph",
@@ -1728,8 +1520,22 @@ PAIRS = with_extended(
         "options of printing",
         "warnings",
         "empty lines before the program",
-        "documentation of a backward",
         "seed of random numbers",
         "graph pass on another host",
+        "patch of the compiler in a partial",
+        "patch of the compiler in a static method",
+        "patch of the compiler in a context manager",
+        "method of the compiler that gets another patch after the first key",
+        "lowering that moves to another operation",
+        "kernel of ATen that moves to another overload",
+        "constraint of layouts that moves to another operation",
+        "fake kernel of an overload in a namespace of torch",
+        "kernel of an operation in the namespace inductor",
+        "kernel of an operation in the namespace quantized",
+        "setting _fuse_ddp_bucket_size of torch._inductor.config",
+        "setting _fuse_ddp_communication_passes of torch._inductor.config",
+        "function in the setting activation_memory_budget_runtime_estimator",
+        "property that a method given to all tensors reads",
+        "type of autocast that comes before another one",
     ),
 )

@@ -31,7 +31,7 @@ class Relation(enum.Enum):
 
     DIFFER = "differ"
     """The keys differ, and each key is the same on every host. Otherwise a program whose key holds
-    on one host only would pass."""
+    on one host only would pass. `make test` compares fewer keys on two hosts."""
     EQUAL = "equal"
     """The keys are equal: the programs compile to the same executable."""
     UNSHARED = "unshared"

@@ -100,10 +100,6 @@ def _program(
 
 PAIRS = (
     _program("operation", "lambda x: x HERE 3", "/", "*"),
-    _program("shape", "lambda x: x / 3", "2", "4", argument="np.ones(HERE, 'float32')"),
-    _program("type", "lambda x: x / 3", "float32", "int32", argument="np.ones(4, 'HERE')"),
-    _program("constant", "lambda x: x * HERE"),
-    _program("slope", "lambda x: jax.nn.celu(x, HERE)", "1.0", "2.0"),
     _program("precision", "lambda x: jnp.matmul(x, x, precision='HERE')", "default", "highest"),
     _program("donation", "lambda x: x / 3, donate_argnums=HERE", "()", "(0,)"),
     _program(
@@ -122,11 +118,6 @@ PAIRS = (
         "f, in_shardings=sharding, out_shardings=sharding",
         before=_PARTITIONED,
         reason="calls a Python function",
-    ),
-    _setting(
-        "precision of the process",
-        "",
-        "jax.config.update('jax_default_matmul_precision', 'highest')",
     ),
     _setting("flags before the client", "jax.devices()", f"{_FAST}; jax.devices()"),
     _setting(
