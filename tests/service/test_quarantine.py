@@ -14,7 +14,6 @@ from graphstash_schema import (
     ReportReason,
     ReportRequest,
 )
-from graphstash_server.actor import Actor
 from graphstash_server.commands.quarantine import quarantine as quarantine_command
 from graphstash_server.db.tables import artifacts
 from graphstash_server.errors import ServerError
@@ -225,24 +224,6 @@ async def test_bit_flipped_on_the_way_confirms_no_report(opened, tmp_path, flips
         )
         assert (reply.found, reply.withheld, len(looks)) == (True, is_withheld, 2)
         assert await server.get(1) == (None if is_withheld else blob)
-
-
-@pytest.mark.sql
-async def test_party_that_reports_with_several_tokens_withholds_nothing(opened, tmp_path):
-    """For example a subject that exchanged several JWTs: its tokens have different names."""
-    blob = sealed(tmp_path, key_of(1).key, b"payload").path.read_bytes()
-    request = ReportRequest(
-        key=key_of(1).key, digest=str(Digest.of(blob)), reason=ReportReason.CORRUPT
-    )
-    async with opened() as server:
-        await server.put(blob, 1)
-        replies = [
-            await server.context.quarantine.report(
-                key_of(1), request, actor=Actor(name), party=party, may_withhold=True
-            )
-            for name, party in (("token:a", "ci"), ("token:b", "ci"), ("token:b", "k8s"))
-        ]
-    assert [reply.withheld for reply in replies] == [False, False, True]
 
 
 def test_withholding_in_a_trusted_namespace_needs_an_exact_grant(guarded, connect, namespace):

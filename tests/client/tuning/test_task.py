@@ -87,13 +87,6 @@ def test_host_with_another_target_searches_again(search, built):
         assert (built() > 0) is is_searched
 
 
-def test_host_without_server_searches_alone(search, built):
-    done = search("task", "--trials", 20, "--json", url="http://127.0.0.1:9")
-    found = json.loads(done.stdout)
-    assert (found["configuration"], found["searched"]) == (BEST, True)
-    assert built() >= 10
-
-
 def test_search_names_each_limit_that_a_trial_or_the_search_exceeded(search, built):
     limits = ("--timeout", 5, "--memory", "8GiB", "--searcher", "exhaustive")
     done = search("excessive", *limits, "--trials", 10, enabled=False)

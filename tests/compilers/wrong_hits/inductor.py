@@ -822,20 +822,9 @@ _AROUND_CODE = (
         "exp",
     ),
     _lowers(
-        "lowering of another operation",
-        "lowering.lowerings[sin] = lowering.lowerings[HERE]",
-        "cos",
-        "exp",
-    ),
-    _lowers(
         "operation without a lowering",
         "if HERE:\n    del lowering.lowerings[sin]\n"
         "    lowering.make_fallback(sin, override_decomp=True, warn=False)",
-        *OFF_AND_ON,
-    ),
-    _lowers(
-        "operation without a decomposition",
-        "if HERE:\n    del decompositions[torch.ops.aten.silu.default]",
         *OFF_AND_ON,
     ),
     pair(
@@ -843,9 +832,6 @@ _AROUND_CODE = (
         _PATTERN.replace("PASS", "post_grad.pass_patterns[1]"),
         "cos",
         "exp",
-    ),
-    pair(
-        "pattern in a joint graph", _PATTERN.replace("PASS", "joint_graph.patterns"), "cos", "exp"
     ),
     pair(
         "kernel of ATen in Python",
@@ -966,32 +952,12 @@ _SEEN_BEFORE = (
         "cos",
         "exp",
     ),
-    _given(
-        "state of a compiler that a backend gives",
-        "class Inner:\n    def __init__(self, by):\n        self.by = by\n"
-        "    def compile(self, graph, inputs, **how):\n        print(self.by)\n"
-        "        return compile_fx_inner(graph, inputs, **how)\n",
-        "inner_compile=Inner(HERE).compile",
-    ),
-    _given(
-        "argument of a compiler that a backend gives",
-        "import functools\n\ndef inner(by, graph, inputs, **how):\n    print(by)\n"
-        "    return compile_fx_inner(graph, inputs, **how)\n",
-        "inner_compile=functools.partial(inner, HERE)",
-    ),
     _lowers(
         "decomposition that comes after torch's copy of the table",
         "from torch._inductor.decomposition import fast_random_decomps\n"
         "fast_random_decomps.cache_clear()\nif HERE:\n    fast_random_decomps()\n"
         "decompositions[torch.ops.aten.silu.default] = lambda x: x * 3",
         *OFF_AND_ON,
-    ),
-    _lowers(
-        "decomposition for random numbers",
-        "from torch._decomp.decompositions_for_rng import extra_random_decomps\n"
-        "from torch._inductor.decomposition import fast_random_decomps\n"
-        "fast_random_decomps.cache_clear()\n"
-        "extra_random_decomps[torch.ops.aten.silu.default] = lambda x: x * HERE",
     ),
     pair("kernel of an operator of the user", _OPERATOR, "2", "3"),
     pair(
@@ -1014,16 +980,6 @@ _SEEN_BEFORE = (
         "key = torch._C.DispatchKey.CompositeImplicitAutograd\nkernels[key] = lambda x: x * 4",
         "lambda x: x.sin()",
         "kernels[key] = lambda x: x * HERE\naten.silu.default._dispatch_cache.clear()",
-    ),
-    _noted(
-        "pattern in place of another one",
-        "def add(by):\n    pattern = CallFunction(aten.sin.default, Arg())\n"
-        "    register_graph_pattern(pattern, pass_dict=post_grad.pass_patterns[1])(\n"
-        "        lambda match, x: match.replace_by_example(lambda x: x * by, [x])\n    )\n"
-        "patterns = post_grad.pass_patterns[1].patterns\nbefore = {\n"
-        "    key: list(held) for key, held in patterns.items()\n}\nadd(4)",
-        "lambda x: x.sin()",
-        "for key, held in patterns.items():\n    held[:] = before.get(key, [])\nadd(HERE)",
     ),
     pair(
         "pass of a pattern",
@@ -1063,14 +1019,6 @@ _SEEN_BEFORE = (
         "lambda x: sin(x)",
         "if HERE:\n    lowering.add_layout_constraint(sin, lowering.require_contiguous)\n"
         "torch.compile(lambda x: scale(x))(torch.ones(4))",
-        *OFF_AND_ON,
-    ),
-    pair(
-        "operation of ATen that is kept",
-        "import torch\nif HERE:\n    torch.fx.node.has_side_effect(torch.ops.aten.sin.default)\n"
-        "nodes = torch.fx.Graph()\nx = torch.ones(4)\n"
-        "nodes.call_function(torch.ops.aten.sin.default, (nodes.placeholder('x'),))\n"
-        "nodes.output(())\ngraph = torch.fx.GraphModule(torch.nn.Module(), nodes)\n" + _GIVEN,
         *OFF_AND_ON,
     ),
 )
@@ -1346,12 +1294,6 @@ _IN_COMPILER = (
         "lambda x: x.sin()",
         "GraphLowering.codegen = lambda self: HERE",
     ),
-    _noted(
-        "method of the compiler that gets another patch after the first key",
-        "from torch._inductor.graph import GraphLowering\nGraphLowering.codegen = lambda self: 2",
-        "lambda x: x.sin()",
-        "GraphLowering.codegen = lambda self: HERE",
-    ),
     _patched(
         "patch of the compiler without readable source",
         "made = {}\nexec('def patch(self): return HERE', made)\n"
@@ -1427,13 +1369,6 @@ _REVERSE = (
         "for each in [*decompositions][:20]:\n    del decompositions[each]",
         relation=_EQUAL,
     ),
-    pair(
-        "empty lines before the program",
-        "HERE\n" + _SWITCH.replace("HERE", ""),
-        "",
-        "\n\n",
-        relation=_EQUAL,
-    ),
     _switch(
         "operation that the graph does not name",
         "HERE",
@@ -1447,11 +1382,6 @@ _REVERSE = (
         "_config",
         "load_config(c.save_config())",
         relation=_EQUAL,
-    ),
-    _switch("warnings", "torch.set_warn_always(HERE)", "False", "True", relation=_EQUAL),
-    _switch("seed of random numbers", "torch.manual_seed(HERE)", "1", "2", relation=_EQUAL),
-    _switch(
-        "options of printing", "torch.set_printoptions(precision=HERE)", "4", "6", relation=_EQUAL
     ),
     _switch(
         "variable of the environment",
@@ -1495,16 +1425,8 @@ PAIRS = with_extended(
         "history of an input",
         "order of inputs in memory that they share",
         "size of memory that inputs share",
-        "state of a compiler that a backend gives",
-        "argument of a compiler that a backend gives",
-        "decomposition for random numbers",
         "generator of code for a device",
         "state of a graph pass",
-        "pattern in place of another one",
-        "operation of ATen that is kept",
-        "lowering of another operation",
-        "operation without a decomposition",
-        "pattern in a joint graph",
         "lowering from a prompt",
         "determinism of mkldnn",
         "reduced sums of bfloat16",
@@ -1517,15 +1439,10 @@ PAIRS = with_extended(
         "anomaly mode",
         "choice of einsum's path",
         "fast path of attention",
-        "options of printing",
-        "warnings",
-        "empty lines before the program",
-        "seed of random numbers",
         "graph pass on another host",
         "patch of the compiler in a partial",
         "patch of the compiler in a static method",
         "patch of the compiler in a context manager",
-        "method of the compiler that gets another patch after the first key",
         "lowering that moves to another operation",
         "kernel of ATen that moves to another overload",
         "constraint of layouts that moves to another operation",

@@ -71,14 +71,6 @@ def _setting(name: str, statement: str, *values: str, **how: Any) -> Pair:
     return _of(name, statement, "jax.jit(lambda x: x @ x + 1)(ONES)", *values, **how)
 
 
-def _sharded(name: str, mesh: str, spec: str, *values: str, **how: Any) -> Pair:
-    """Return a pair whose arrays are on several devices."""
-    call = "jax.jit(lambda x: x @ x, in_shardings=sharding, out_shardings=sharding)(ONES)"
-    return _of(
-        name, f"sharding = NamedSharding({mesh}, PartitionSpec({spec}))", call, *values, **how
-    )
-
-
 _FUNCTIONS = (
     _function("operation", "jnp.HERE(x)", "sin", "cos"),
     _function("sign of a zero", "x * HERE", "0.0", "-0.0"),
@@ -141,7 +133,13 @@ _SETTINGS = (
 )
 
 _DEVICES = (
-    _sharded("order of a mesh", "spread(4, order=HERE)", "'a'", "(0, 1, 2, 3)", "(0, 2, 1, 3)"),
+    _of(
+        "order of a mesh",
+        "sharding = NamedSharding(spread(4, order=HERE), PartitionSpec('a'))",
+        "jax.jit(lambda x: x @ x, in_shardings=sharding, out_shardings=sharding)(ONES)",
+        "(0, 1, 2, 3)",
+        "(0, 2, 1, 3)",
+    ),
     _of(
         "device",
         "",

@@ -96,7 +96,6 @@ _VALUES = (
     _reads("global without a mark", "NUMBER = HERE", "NUMBER", "2.0", "3.0"),
     _reads("attribute of an object", "config = types.SimpleNamespace(by=HERE)", "config.by"),
     _reads("attribute of a class", "class Config:\n    by = HERE", "Config.by"),
-    _reads("element of a tuple", "PAIR = (tl.constexpr(1), HERE)", "PAIR[1]"),
     _reads(
         "dictionary of a module that a function reads",
         "TABLE = {'k': HERE}\n\n@at_compilation\ndef by(key):\n    return TABLE[key]",
@@ -123,12 +122,6 @@ _VALUES = (
         "def make(value):\n    @triton.jit\n    def by(x):\n        return x * value\n"
         "    return by\n\nby = make(tl.constexpr(HERE))",
         "by(1)",
-    ),
-    _reads(
-        "function two calls away",
-        "FACTOR = tl.constexpr(HERE)\n\n@triton.jit\ndef inner(x):\n    return x * FACTOR\n\n"
-        "@triton.jit\ndef outer(x):\n    return inner(x)",
-        "outer(1)",
     ),
     _reads(
         "partial that a function calls",
@@ -262,9 +255,7 @@ backends["nvidia"].compiler.load_dialects.__defaults__ = (HERE,)
 _ARGUMENTS = (
     _compiles("type of an argument", _CALL.replace("*fp32", "*HERE"), "fp32", "fp16"),
     _compiles("architecture", _CALL.replace("90", "HERE"), "90", "80"),
-    _compiles("warps", _CALL.replace("None", "{'num_warps': HERE}"), "4", "8"),
     _compiles("stages", _CALL.replace("None", "{'num_stages': HERE}")),
-    _compiles("registers", _CALL.replace("None", "{'maxnreg': HERE}"), "None", "64"),
     _compiles(
         "fusion of additions",
         _CALL.replace("None", "{'enable_fp_fusion': HERE}"),
@@ -355,12 +346,9 @@ def _environment(name: str, *values: str, **how: Any) -> Pair:
 
 _ENVIRONMENT = (
     _environment("optimization of the assembler", "{}", "{'DISABLE_PTXAS_OPT': '1'}"),
-    _environment("optimization of LLVM", "{}", "{'DISABLE_LLVM_OPT': '1'}"),
     _environment("precision of products", "{}", "{'TRITON_F32_DEFAULT': 'ieee'}"),
-    _environment("line information", "{}", "{'TRITON_DISABLE_LINE_INFO': '1'}"),
     _environment("sanitizer of addresses", "{}", "{'TRITON_ENABLE_ASAN': '1'}"),
     _environment("version of PTX", "{}", "{'TRITON_MOCK_PTX_VERSION': '12.0'}"),
-    _environment("fusion by the environment", "{}", "{'TRITON_DEFAULT_FP_FUSION': '0'}"),
     _environment(
         "pass of the user",
         "{}",
@@ -495,13 +483,6 @@ _REVERSE = (
         "another",
         relation=_EQUAL,
     ),
-    _compiles(
-        "variable that Triton does not read",
-        "os.environ['MINE'] = 'HERE'\n" + _CALL,
-        "1",
-        "2",
-        relation=_EQUAL,
-    ),
     _reads(
         "set of strings",
         "NAMES = frozenset({'a', 'b', 'c'})\n\n@at_compilation\ndef by(key):\n"
@@ -531,15 +512,7 @@ PAIRS = with_extended(
     ),
     # Another pair above covers the same values and options.
     *(
-        "element of a tuple",
-        "function two calls away",
-        "warps",
-        "registers",
-        "optimization of LLVM",
-        "fusion by the environment",
-        "line information",
         "sanitizer of addresses",
-        "variable that Triton does not read",
         "folder of Triton's own cache",
     ),
 )
