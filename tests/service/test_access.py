@@ -59,7 +59,16 @@ WRITES = {
     "release": lambda api: api.release("x", "failed"),
     "put manifest": lambda api: api.http.put(manifest(api), json={"keys": [api.key()]}),
 }
-ADMINS = {"delete": lambda api: api.delete()}
+ADMINS = {
+    "delete": lambda api: api.delete(),
+    "release artifact": lambda api: api.call("release", api.key()),
+    "list withheld": lambda api: api.http.get(f"/v1/-/quarantine?namespace={api.namespace}"),
+}
+OF_SERVER = {
+    "set policy": lambda api: api.http.put(f"/v1/-/namespaces/{api.namespace}", json={}),
+    "remove policy": lambda api: api.http.delete(f"/v1/-/namespaces/{api.namespace}"),
+    "revoke token": lambda api: api.http.delete(f"/v1/-/tokens/{'a' * 16}"),
+}
 
 
 @pytest.fixture
@@ -272,6 +281,8 @@ def test_scope_includes_only_the_scopes_below_it(guarded, stored, grant, allowed
         assert refused.status_code == 403, name
         needed = f"{'admin' if name in ADMINS else 'write'}:{stored}"
         assert needed in refused.json()["detail"]
+    for name, call in OF_SERVER.items():
+        assert call(api).status_code == 403, name
 
 
 def test_pattern_of_many_stars_is_matched_in_linear_time():
@@ -295,15 +306,18 @@ def test_pattern_of_many_stars_is_matched_in_linear_time():
 
 
 def test_public_namespace_is_read_by_every_caller(guarded, connect, stored):
-    """tests/attacks/test_privilege.py covers calls that an anonymous caller may not make."""
     guarded.set_policy(stored, anonymous_read=True)
     anonymous, stranger = connect(guarded.url, stored), guarded.api(stored, "write:elsewhere")
+    closed = connect(guarded.url, f"{stored}-closed")
+    assert guarded.api(closed.namespace).put(BLOB).status_code == 201
 
     for name, call in READS.items():
         assert call(anonymous).status_code in {200, 204}, name
     assert stranger.get().content == BLOB
     assert stranger.put(BLOB).status_code == 403
     assert stranger.stats()
+    for api, calls in ((anonymous, WRITES | ADMINS | OF_SERVER), (closed, READS)):
+        assert {name for name, call in calls.items() if call(api).status_code != 401} == set()
 
 
 def test_refused_callers_do_not_count_towards_the_rate_of_a_namespace(guarded, connect, stored):

@@ -154,26 +154,6 @@ def test_handshake_beyond_the_limit_ends_the_oldest_one(files, trusting, tmp_pat
         assert silent[2].recv(1) == b""
 
 
-def test_only_client_with_certificate_of_the_authority_is_admitted(
-    files, authority, trusting, tmp_path
-):
-    stranger = trustme.CA().issue_cert("job@elsewhere")
-    known = authority.issue_cert("job@here")
-    settings = {**files, "tls_client_ca_file": files["tls_cert_file"].with_name("authority.pem")}
-    with LiveServer(tmp_path / "data", **settings, log_level="error") as server:
-        for certificate in (None, stranger):
-            shown = ssl.create_default_context()
-            authority.configure_trust(shown)
-            if certificate is not None:
-                certificate.configure_cert(shown)
-            with pytest.raises(httpx.TransportError):
-                httpx.get(server.url + "/healthz", verify=shown, trust_env=False)
-        known.configure_cert(trusting)
-        answer = httpx.get(server.url + "/healthz", verify=trusting, trust_env=False)
-
-    assert answer.status_code == 200
-
-
 def test_slow_reader_is_cut_only_if_it_stops(server, trusting, monkeypatch):
     blob, path = bytes(range(256)) * 2**15, f"/v1/slow/artifacts/jax/cpu/{1:064x}"
     headers = {"Repr-Digest": Digest.of(blob).repr_digest, HEADER_PROTOCOL: "1"}
