@@ -45,10 +45,9 @@ main()
 """
 
 
-def patient(seconds: int) -> dict[str, tuple[str, ...]]:
-    """Return options of a server that waits so long for requests under way before it ends."""
-    setting = f"GRAPHSTASH_SHUTDOWN_SECONDS={seconds}"
-    return {"command": ("env", setting, sys.executable, "-m", "graphstash_server")}
+def patient(seconds: int) -> dict[str, str]:
+    """Return the variables of a server that waits so long for requests before it ends."""
+    return {"GRAPHSTASH_SHUTDOWN_SECONDS": str(seconds)}
 
 
 def is_listening(server) -> bool:
@@ -127,7 +126,7 @@ def test_workers_share_one_port_and_the_rate_of_a_namespace(start, connect, tmp_
     with LiveServer(tmp_path / "data", log_level="error") as alone:
         rule = {"requests_per_second": 0.001}
         assert connect(alone.url).http.put("/v1/-/namespaces/team", json=rule).is_success
-    server = start("--workers", "3", **patient(0))
+    server = start("--workers", "3", environment=patient(0))
     assert serving(server) == 3  # before the server announced the port
 
     def statuses() -> list[int]:
@@ -227,7 +226,7 @@ def test_long_download_completes_before_its_worker_ends(start, connect):
 
 
 def test_shutdown_answers_lease_waiters_and_second_interrupt_ends_it_at_once(start, connect):
-    server = start("--workers", "2", **patient(3600))  # an hour, for requests under way
+    server = start("--workers", "2", environment=patient(3600))  # an hour, for requests under way
     token = connect(server.url).acquire(holder="a", ttl_seconds=300).json()["token"]
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(connect(server.url).acquire, holder="b", ttl_seconds=300, wait=60)
@@ -235,7 +234,7 @@ def test_shutdown_answers_lease_waiters_and_second_interrupt_ends_it_at_once(sta
         assert server.stop() == 0
         assert waiting.result().status_code == 202
 
-    server = start("--workers", "2", **patient(3600))
+    server = start("--workers", "2", environment=patient(3600))
     workers, api = server.workers, connect(server.url)
     assert api.renew(token, holder="a", ttl_seconds=300).status_code == 200
     api.put(LARGE)
@@ -283,7 +282,7 @@ def test_transfers_and_accepted_connections_are_served_before_shutdown(start, co
 
 
 def test_upload_that_outlasts_the_shutdown_is_refused_without_traceback(start, connect):
-    server = start(**patient(0))
+    server = start(environment=patient(0))
     with Wire(server.url) as wire:
         half = UPLOAD[: len(UPLOAD) // 2]
         wire.send(put_head(connect(server.url).path(), Digest.of(UPLOAD)) + half)
@@ -304,7 +303,7 @@ def test_upload_whose_bucket_outlasts_the_shutdown_is_refused_without_traceback(
     with S3Proxy(urlsplit(moto.url).port) as proxy:
         settings = s3_settings(proxy.url, moto.new_bucket())
         environment = {f"GRAPHSTASH_{name.upper()}": str(value) for name, value in settings.items()}
-        server = start(environment=environment | CREDENTIALS, **patient(0))
+        server = start(environment=environment | CREDENTIALS | patient(0))
         proxy.strikes = lambda seen: seen.method == "HEAD"
         proxy.fault = S3Fault.HANG
         api = connect(server.url)

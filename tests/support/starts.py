@@ -1,12 +1,13 @@
 """Fork processes from a Python that has already imported their modules (`support.zygote`).
 
 `install` replaces `subprocess.Popen` in the tests' own process. From then on, `Popen` forks `python
--m graphstash ...` and `python -m graphstash_server ...`, which saves the import of the server, a
-second of CPU. A process still starts from scratch if its imports could differ: if it has other
-environment variables than the zygote (except those of `_READ_LATER`), other limits, another user,
-other signals, or options of `Popen` such as `preexec_fn`. The script `graphstash` and all other
-commands also start from scratch, for the tests of packages, pages and clocks. `fork_with` adds the
-Python of an earlier release.
+-m graphstash ...`, `python -m graphstash_server ...`, and `python -c ... --port 0 ...`, a server
+whose modules a program changes. That saves the import of the server, a second of CPU. A process
+still starts from scratch if its imports could differ: if it has other environment variables than
+the zygote (except those of `_READ_LATER`), other limits, another user, other signals, or options of
+`Popen` such as `preexec_fn`. The script `graphstash` and all other commands also start from
+scratch, for the tests of packages, pages and clocks. `fork_with` adds the Python of an earlier
+release.
 """
 
 import inspect
@@ -162,11 +163,11 @@ class Popen(_Popen):  # type: ignore[misc] # see above
 
 def _zygote_of(given: Mapping[str, Any]) -> Zygote | None:
     """Return the zygote that forks this process, or None for a real start."""
-    args = given["args"]
+    args: list[Any] = list(given["args"]) if isinstance(given["args"], (list, tuple)) else [""]
+    is_changed_server = args[1:2] == ["-c"] and "--port 0 " in " ".join(map(str, args[3:]))
     is_command = (
-        isinstance(args, (list, tuple))
-        and args[0] in _imported
-        and list(args[1:3]) in (["-m", "graphstash"], ["-m", "graphstash_server"])
+        args[0] in _imported
+        and (args[1:3] in (["-m", "graphstash"], ["-m", "graphstash_server"]) or is_changed_server)
         and args[3:4] != ["run"]
         and all(given[name] is None for name in ("executable", "preexec_fn", "gid", "gids", "uid"))
         and (given["close_fds"], given["shell"], given["restore_signals"]) == (True, False, True)

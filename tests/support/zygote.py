@@ -170,9 +170,12 @@ if __name__ == "__main__":
     with socket.socket(fileno=int(sys.argv[1])) as connection:
         connection.send(b"ready")
         asked = next_request(connection)
-    if sys.argv[0] != "-m":
+    if sys.argv[0] not in {"-c", "-m"}:
         run_script(asked["hook"])
     if not sys.flags.safe_path:
         sys.path[0] = asked["folder"]
+    if sys.argv[0] == "-c":
+        exec(sys.argv.pop(1), {"__name__": "__main__"})  # a server whose modules the code changes
+        sys.exit()
     del sys.argv[0]
     runpy._run_module_as_main(sys.argv[0])  # type: ignore[attr-defined] # as `python -m`
