@@ -343,6 +343,12 @@ def test_process_waits_for_another_that_reports_progress(tmp_path, monkeypatch):
     monkeypatch.setattr(local_tier, "_recent", look)
     with holder.exclusive(key(1), timeout_seconds=1) as going_on:
         going_on()
+        assert not [*tmp_path.rglob("*.on")], "most downloads end before others look"
+        now = time.monotonic() + local_tier._QUIET_SECONDS
+        monkeypatch.setattr(local_tier, "monotonic", lambda: now)
+        going_on()
+        monkeypatch.undo()
+        monkeypatch.setattr(local_tier, "_recent", look)
         (said,) = tmp_path.rglob("*.on")
         os.utime(said, (time.time() + 3600,) * 2)  # a signal from the future
         thread = threading.Thread(target=wait)

@@ -71,6 +71,10 @@ _MAX_TROUBLES: Final = 1000
 _TOUCH_SECONDS: Final = 0.5
 """Seconds between two signals of a downloading process to waiting processes."""
 
+_QUIET_SECONDS: Final = 0.1
+"""Seconds before its first signal. Waiting processes need none for seconds. Most downloads end
+earlier, and create no file for signals, which on ext4 takes as much CPU time as the response."""
+
 _RECENT_SECONDS: Final = 2.0
 """Age up to which any signal is recent. A process may signal only once per second."""
 
@@ -567,14 +571,15 @@ def _recent(path: Path, seconds: float) -> os.stat_result | None:
 
 
 class _Signal:
-    """Touches a file, at most twice per second while the signal stays the same. The size of the
-    file is the number of seconds that the process waits for a busy server.
+    """Touches a file, at most twice per second while the signal stays the same, and first after
+    `_QUIET_SECONDS`. The size of the file is the number of seconds that the process waits for a
+    busy server.
     """
 
     def __init__(self, path: str, root: int) -> None:
         self._path = path
         self._root = root
-        self._touched = 0.0
+        self._touched = monotonic() + _QUIET_SECONDS - _TOUCH_SECONDS
         self.size = 0
 
     def __call__(self, *, busy_seconds: float = 0.0) -> None:

@@ -11,8 +11,9 @@ worker exits. The transport then retries once on a new connection, and callers c
 import os
 import ssl
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from time import monotonic
@@ -21,7 +22,6 @@ from typing import Final, TypeAlias, cast
 import h11
 
 from graphstash._forking import forkable, unforked
-from graphstash._http.deadline import Deadline
 from graphstash._http.lean_client import LeanClient
 from graphstash._http.lean_httpx import httpx
 from graphstash._http.sockets import Stream, connect_tcp, connect_unix
@@ -44,6 +44,9 @@ _KEEP_ALIVE_SECONDS: Final = 110.0
 
 _MAX_HEAD_BYTES: Final = 100 * 1024
 """Maximum size of a response's status line and headers."""
+
+_HEAD_BYTES: Final = 16 * 1024
+"""Maximum bytes of one read until the head of the response is complete. Small artifacts fit in."""
 
 _PORTS: Final = {"http": 80, "https": 443}
 
@@ -147,13 +150,13 @@ class DeadlineTransport(httpx.BaseTransport):
 
     def _exchange(self, connection: "_Connection", request: httpx.Request) -> httpx.Response:
         try:
-            head = connection.exchange(request)
+            status, headers = connection.exchange(request)
         except BaseException:
             connection.close()
             raise
         return httpx.Response(
-            head.status_code,
-            headers=head.headers.raw_items(),
+            status,
+            headers=headers,
             stream=_Body(connection, self._give_back),
             extensions={TLS: connection.tls},
         )
@@ -181,33 +184,37 @@ class _Connection:
         self.tls = stream.tls
         self.close = stream.close
         self._stream = stream
-        self._parser = h11.Connection(h11.CLIENT, max_incomplete_event_size=_MAX_HEAD_BYTES)
         self._idle_until = 0.0
-        self._read_seconds = 0.0
-        self._deadline = Deadline(0.0)
+        self._may_continue = False
 
     @property
     def is_usable(self) -> bool:
         """Whether the server has probably kept this idle connection open."""
         return monotonic() < self._idle_until and not self._stream.is_readable
 
-    def exchange(self, request: httpx.Request) -> h11.Response:
-        """Send a request and return the head of the response."""
-        self.is_answered = False
-        self._deadline = request.extensions["deadline"]
-        timeouts = request.extensions["timeout"]
-        self._read_seconds = timeouts["read"]
+    def exchange(self, request: httpx.Request) -> tuple[int, list[tuple[bytes, bytes]]]:
+        """Send a request. Return the status and the headers of the response."""
+        self.is_answered = self._may_continue = False
+        self._parser = h11.Connection(h11.CLIENT, max_incomplete_event_size=_MAX_HEAD_BYTES)
+        timeouts, deadline = request.extensions["timeout"], request.extensions["deadline"]
+        self._receive = partial(self._stream.read, seconds=timeouts["read"], deadline=deadline)
         # A server may refuse a request before it has read all of it. Then read its response.
         with suppress(httpx.WriteError):
             try:
-                self._send(request, timeouts["write"])
+                self._send(
+                    request,
+                    partial(self._stream.write, seconds=timeouts["write"], deadline=deadline),
+                )
             except h11.LocalProtocolError as error:
                 raise httpx.LocalProtocolError(str(error)) from error
-        while isinstance(event := self.next_event(), h11.InformationalResponse):
+        while isinstance(event := self._next_event(), h11.InformationalResponse):
             pass
-        return cast("h11.Response", event)
+        head = cast("h11.Response", event)
+        headers = head.headers.raw_items()
+        self._length = _length_of(head.status_code, headers) if request.method == "GET" else None
+        return head.status_code, headers
 
-    def _send(self, request: httpx.Request, seconds: float) -> None:
+    def _send(self, request: httpx.Request, write: Callable[[bytes], None]) -> None:
         head = h11.Request(
             method=request.method,
             target=request.extensions.get("target", request.url.raw_path),
@@ -215,22 +222,42 @@ class _Connection:
         )
         data = self._parser.send(head) or b""
         for chunk in cast("httpx.SyncByteStream", request.stream):
-            data += self._parser.send(h11.Data(chunk)) or b""
-            self._stream.write(data, seconds, self._deadline)
+            write(data + (self._parser.send(h11.Data(chunk)) or b""))
             data = b""
-        data += self._parser.send(h11.EndOfMessage()) or b""
-        if data:
-            self._stream.write(data, seconds, self._deadline)
+        if data := data + (self._parser.send(h11.EndOfMessage()) or b""):
+            write(data)
 
-    def next_event(self) -> object:
-        """Return the next part of the response.
+    def body(self) -> Iterator[bytes]:
+        """Yield the body of the response.
 
         Raises:
             httpx.TransportError: the server does not send it in time, or breaks the protocol.
         """
+        if self._length is None:
+            while isinstance(event := self._next_event(), h11.Data):
+                yield bytes(event.data)
+            is_whole = self._parser.their_state is h11.DONE and not self._parser.trailing_data[0]
+        else:
+            # Without h11, which copies a body twice. That takes as much CPU time as a digest.
+            received, _ = self._parser.trailing_data
+            chunk, left = received[: self._length], self._length
+            while left:
+                chunk = chunk or self._receive(left)
+                if not chunk:
+                    raise httpx.RemoteProtocolError(
+                        "peer closed connection without sending complete message body "
+                        f"(received {self._length - left} bytes, expected {self._length})"
+                    )
+                left -= len(chunk)
+                yield chunk
+                chunk = b""
+            is_whole = len(received) <= self._length  # or the server sends unrequested bytes
+        self._may_continue = is_whole and self._parser.our_state is h11.DONE
+
+    def _next_event(self) -> object:
         try:
             while (event := self._parser.next_event()) is h11.NEED_DATA:
-                data = self._stream.read(self._read_seconds, self._deadline)
+                data = self._receive(_HEAD_BYTES)
                 if data:
                     self.is_answered = True
                 elif self._parser.their_state is h11.SEND_RESPONSE:
@@ -244,13 +271,8 @@ class _Connection:
 
     def finish(self) -> bool:
         """End the exchange. Return whether the connection may carry another request."""
-        parser = self._parser
-        is_done = parser.our_state is h11.DONE and parser.their_state is h11.DONE
-        if not is_done or parser.trailing_data[0]:  # bytes that no request asked for
-            return False
-        parser.start_next_cycle()
         self._idle_until = monotonic() + _KEEP_ALIVE_SECONDS
-        return True
+        return self._may_continue
 
 
 class _Body(httpx.SyncByteStream):
@@ -259,8 +281,7 @@ class _Body(httpx.SyncByteStream):
         self._give_back: Callable[[_Connection], None] | None = give_back
 
     def __iter__(self) -> Iterator[bytes]:
-        while isinstance(event := self._connection.next_event(), h11.Data):
-            yield event.data  # a bytearray; a copy would cost as much as the read
+        return self._connection.body()
 
     def close(self) -> None:
         give_back, self._give_back = self._give_back, None
@@ -319,6 +340,17 @@ class ProcessClient:
                 self._connection[2].close()
             self._connection = None
             self._closed = True
+
+
+def _length_of(status: int, headers: Sequence[tuple[bytes, bytes]]) -> int | None:
+    """Return the length of the body of a GET, or None if it is not stated as a number of bytes.
+
+    h11 has checked that `Content-Length` is one number.
+    """
+    fields = {name.lower(): value for name, value in headers}
+    if status in (204, 304) or b"transfer-encoding" in fields or b"content-length" not in fields:
+        return None
+    return int(fields[b"content-length"])
 
 
 def _origin_of(url: httpx.URL) -> _Origin:

@@ -41,8 +41,8 @@ class Stream:
         self._readable = select.poll()
         self._readable.register(connection, select.POLLIN)
 
-    def read(self, seconds: float, deadline: Deadline) -> bytes:
-        """Return the next bytes, or b"" at the end of the stream.
+    def read(self, most: int, *, seconds: float, deadline: Deadline) -> bytes:
+        """Return at most `most` bytes as they arrive, or b"" at the end of the stream.
 
         Raises:
             httpx.TransportError: no byte arrives in time, or the connection fails.
@@ -50,13 +50,13 @@ class Stream:
         try:
             with self._waiting(select.POLLIN, seconds, deadline):
                 self._limit(deadline.bound(seconds))
-                return self._socket.recv(_READ_BYTES)
+                return self._socket.recv(min(most, _READ_BYTES))
         except TimeoutError as error:
             raise httpx.ReadTimeout(str(error)) from error
         except OSError as error:
             raise httpx.ReadError(str(error)) from error
 
-    def write(self, data: bytes, seconds: float, deadline: Deadline) -> None:
+    def write(self, data: bytes, *, seconds: float, deadline: Deadline) -> None:
         """Send all bytes.
 
         Raises:
