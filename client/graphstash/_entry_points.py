@@ -33,9 +33,10 @@ def load() -> None:
 
 def initialize() -> None:
     """Install each hook now, or when its compiler is imported. Further calls do nothing."""
-    load()
     if os.environ.get(AUTOLOAD) == "1":
-        _watch()
+        _watch()  # not `load`: a hook would import the first package, and begin to watch again
+    else:
+        load()
 
 
 @cache

@@ -126,6 +126,23 @@ def test_missing_dependency_of_graphstash_does_not_fail_import_of_compiler(tmp_p
     assert "cannot install the triton hook" in result.stderr
 
 
+def test_entry_point_of_imported_compiler_installs_hook_once(tmp_path):
+    result = run(
+        tmp_path,
+        """
+        import os, sys
+        os.environ["GRAPHSTASH_AUTOLOAD"] = "1"
+        import triton
+        from graphstash._entry_points import initialize
+        assert "pydantic" not in sys.modules  # the session imports it, the first package from now
+        initialize()
+        """,
+        triton="__version__ = '3.3.0'",
+    )
+    assert "No module named 'triton.runtime'" in result.stderr  # the hook was tried
+    assert result.stderr.count("cannot install") == 1
+
+
 @pytest.mark.parametrize(
     ("value", "warnings"), [("yes", 1), ("\x1b[2J" + 99 * "2", 1), ("0", 0)], ids=range(3)
 )
