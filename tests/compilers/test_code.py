@@ -78,6 +78,14 @@ def assigns_to_a_global():
     count = 5
 
 
+of_thread = threading.local()
+
+
+def notes(value):
+    of_thread.value = value
+    return abs(value)
+
+
 class Scale:
     def __init__(self, by):
         self.by = by
@@ -156,6 +164,7 @@ def test_attribute_of_member_of_enumeration_is_described():
         lambda key: os.environ[key],
         lambda key: getattr(os, key),
         lambda key: __import__("os"),
+        lambda key: of_thread.value,
         lambda key: key.__doc__,
         lambda key: key.__module__,
         lambda key: Scale.__dict__["__module__"],
@@ -173,6 +182,12 @@ def test_attribute_of_member_of_enumeration_is_described():
 def test_value_that_reads_more_than_its_arguments_has_no_description(value):
     with pytest.raises(UndescribableError):
         CodeDescriber().describe(value)
+
+
+def test_value_that_a_function_leaves_for_its_thread_is_not_described():
+    before = CodeDescriber().describe(notes)
+    of_thread.value = threading.Lock()
+    assert CodeDescriber().describe(notes) == before
 
 
 def test_function_of_a_compiled_module_is_described_by_its_name():

@@ -15,6 +15,7 @@ import inspect
 import linecache
 import platform
 import sys
+import threading
 import typing
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -371,7 +372,7 @@ class CodeDescriber:
                 if chain and step.opname in _ATTRIBUTES:
                     chain += (str(step.argval),)
                     continue
-                if chain:
+                if chain and not _is_left_for_thread(function, chain, step):
                     yield chain
                 chain = ()
                 if step.opname in _REFUSED:
@@ -512,6 +513,14 @@ def _look_up(function: FunctionType, name: str) -> Any:
         return content_of(cells[name], default=_ABSENT)
     untyped: Any = function  # typeshed has no `__builtins__`
     return function.__globals__.get(name, untyped.__builtins__.get(name, _ABSENT))
+
+
+def _is_left_for_thread(
+    function: FunctionType, chain: tuple[str, ...], step: dis.Instruction
+) -> bool:
+    """Return whether a step assigns a value for this thread, which reads none."""
+    is_only = len(chain) == 1 and step.opname == "STORE_ATTR"
+    return is_only and type(_look_up(function, chain[0])) is threading.local
 
 
 def _chains_of_text(function: FunctionType, tree: ast.AST) -> Iterator[tuple[str, ...]]:
