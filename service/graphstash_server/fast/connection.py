@@ -234,8 +234,10 @@ class FastConnection(Connection):
         A duplicate descriptor stays valid if the transport closes, and the event loop allows to
         watch it, unlike the transport's own.
         """
-        fd = os.dup(self.transport.get_extra_info("socket").fileno())
-        with socket.socket(fileno=fd) as out:
+        own: socket.socket = self.transport.get_extra_info("socket")
+        fd = os.dup(own.fileno())
+        # Without family, type and protocol, Python would ask the kernel for each of them.
+        with socket.socket(own.family, own.type, own.proto, fileno=fd) as out:
             try:
                 while head and not cycle.disconnected:
                     try:

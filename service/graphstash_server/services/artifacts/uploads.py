@@ -303,7 +303,8 @@ async def _store_all(
             stored.append((upload, outcome.replaced))
             assert outcome.stored is not None  # noqa: S101 - nothing else stays
             new.append((upload, outcome.stored))
-            change = change.plus(_change(upload, outcome.replaced))
+            more = _change(upload, outcome.replaced)
+            change = more if len(stored) == 1 else change.plus(more)
         outcomes.append(outcome)
     if stored:
         await add_usage(connection, uploads[0].key.namespace, change)
