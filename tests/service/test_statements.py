@@ -20,7 +20,7 @@ from sqlalchemy.engine import make_url
 from graphstash_schema import LookupRequest, Namespace, NamespacePolicy
 from graphstash_server.api.bodies import _plain_keys
 from graphstash_server.db.engine import Database
-from graphstash_server.db.queries.artifacts import find_artifact, find_stored
+from graphstash_server.db.queries.artifacts import MAX_TOUCHED, find_artifact, find_stored
 from graphstash_server.db.queries.usage import UsageChange, add_usage, list_usage
 from graphstash_server.db.reads import PostgresLane, SqliteLane
 from graphstash_server.db.sqlite import SqliteConnection, SqliteHere, SqliteTransaction
@@ -221,6 +221,48 @@ async def test_counters_of_many_namespaces_share_a_transaction(opened, monkeypat
         assert begun == 2  # 256 and 44
         written = await list_usage(server.context.database)
         assert [UsageChange(*counters).hits for _, *counters in written] == [1] * 300
+
+
+async def test_flush_of_many_uses_lets_requests_run_between_its_parts(opened):
+    turns, flushed = 0, []
+
+    async def count_turns():
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async with opened() as server:
+        await server.put(b"blob")
+        accounting = server.context.accounting
+        for number in range(4 * MAX_TOUCHED):
+            accounting.count_hit(key_of(number), saved_seconds=1)
+        accounting.when_written = lambda keys: flushed.append((turns, len(keys)))
+        counting = asyncio.create_task(count_turns())
+        with recorded("UPDATE artifacts") as statements:
+            await accounting.flush()
+        counting.cancel()
+    assert len(statements) == 4
+    assert [count for _, count in flushed] == [MAX_TOUCHED] * 4
+    assert len({turn for turn, _ in flushed}) == 4
+
+
+async def test_flush_adds_each_artifacts_own_hits(opened):
+    counts = [3, 1, 0, 3, 2]
+    async with opened() as server:
+        for namespace in ("one", "two"):
+            for number, count in enumerate(counts):
+                await server.put(b"%d" % number, number, namespace=namespace)
+                server.context.accounting.count_use(key_of(number, namespace))
+                for _ in range(count):
+                    server.context.accounting.count_hit(key_of(number, namespace), saved_seconds=1)
+        await server.context.accounting.flush()
+        found = [
+            (await find_artifact(server.context.database, key_of(number, namespace))).hits
+            for namespace in ("one", "two")
+            for number in range(len(counts))
+        ]
+    assert found == counts * 2
 
 
 async def test_failing_step_rolls_back_its_transaction(opened):

@@ -7,9 +7,12 @@ only statistics and the order of eviction depend.
 import asyncio
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
+from itertools import chain, islice
+from operator import itemgetter
 from typing import Final, TypeAlias
 
 from graphstash_schema import ErrorCode
@@ -17,7 +20,7 @@ from graphstash_schema.history import Step
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.prepared import Transaction
-from graphstash_server.db.queries.artifacts import touch_artifacts
+from graphstash_server.db.queries.artifacts import MAX_TOUCHED, touch_artifacts
 from graphstash_server.db.queries.history import HistoryChange, add_history, begin_of
 from graphstash_server.db.queries.tokens import touch_tokens
 from graphstash_server.db.queries.usage import UsageChange, add_counts, find_namespaces
@@ -104,17 +107,6 @@ _Hours: TypeAlias = defaultdict[datetime, _Groups]
 """Counts of one namespace, by the hour of the first flush after them."""
 
 
-@dataclass(slots=True)
-class _Use:
-    hits: int
-    at: datetime
-
-    def add(self, hits: int, at: datetime) -> None:
-        """Add in place. After a failed flush, `at` may be older."""
-        self.hits += hits
-        self.at = max(self.at, at)
-
-
 def _new_hours() -> _Hours:
     return defaultdict(_Groups)
 
@@ -126,25 +118,21 @@ class _Counts:
     Attributes:
         new: counts since the last flush, which have no hour yet.
         usage: counts that a flush failed to write, by namespace.
-        uses: hits and last use of artifacts, by namespace.
+        uses: hits of used artifacts, by namespace. A flush takes its own time for their last use.
         token_uses: last use of each token.
     """
 
     new: _Groups = field(default_factory=_Groups)
     usage: defaultdict[str, _Hours] = field(default_factory=lambda: defaultdict(_new_hours))
-    uses: defaultdict[str, dict[StoredKey, _Use]] = field(default_factory=lambda: defaultdict(dict))
+    uses: defaultdict[str, dict[StoredKey, int]] = field(default_factory=lambda: defaultdict(dict))
     token_uses: dict[str, datetime] = field(default_factory=dict)
 
     def of(self, key: StoredKey, job: str) -> _Usage:
         return self.new[key.namespace, key.kind._value_, key.device_type, job]
 
-    def use(self, key: StoredKey, hits: int, at: datetime) -> None:
+    def use(self, key: StoredKey, hits: int) -> None:
         uses = self.uses[key.namespace]
-        before = uses.get(key)
-        if before is None:
-            uses[key] = _Use(hits, at)
-        else:
-            before.add(hits, at)
+        uses[key] = uses.get(key, 0) + hits
 
     def assign_hour(self, hour: datetime) -> None:
         """Assign the new counts to an hour."""
@@ -161,9 +149,13 @@ class _Counts:
             for hour, groups in hours.items():
                 self.usage[namespace][hour].merge(groups)
         for uses in other.uses.values():
-            for key, use in uses.items():
-                self.use(key, use.hits, use.at)
+            for key, hits in uses.items():
+                self.use(key, hits)
         self.token_uses = other.token_uses | self.token_uses
+
+
+def _in_key_order(use: tuple[StoredKey, int]) -> tuple[str, ...]:
+    return use[0].columns
 
 
 @dataclass(kw_only=True, eq=False)
@@ -202,7 +194,7 @@ class Accounting:
         usage.hits += 1
         usage.saved_seconds += saved_seconds
         usage.served_bytes += sent_bytes
-        self._counts.use(key, 1, self.clock())
+        self._counts.use(key, 1)
 
     def count_answer(
         self,
@@ -231,7 +223,7 @@ class Accounting:
 
     def count_use(self, key: StoredKey) -> None:
         """Count a use that is not a hit: a request for headers or for a later part."""
-        self._counts.use(key, 0, self.clock())
+        self._counts.use(key, 0)
 
     def count_served(self, key: StoredKey, *, sent_bytes: int, job: str = "") -> None:
         """Count bytes that were sent."""
@@ -306,36 +298,38 @@ class Accounting:
             del counts.usage[namespace]
 
     async def _write(self, namespaces: Sequence[str], counts: _Counts) -> None:
-        """Write the counts of some namespaces in one transaction."""
-        uses = {
-            namespace: sorted(
-                counts.uses.get(namespace, {}).items(), key=lambda use: use[0].columns
-            )
-            for namespace in namespaces
-        }
+        """Write the counts of some namespaces in one transaction.
 
-        async def write(connection: Transaction) -> None:
+        The event loop answers requests between two parts of the uses.
+        """
+        used_at = self.bounded(self.clock())
+        parts = list(self._parts([counts.uses.get(namespace, {}) for namespace in namespaces]))
+
+        async def add(connection: Transaction) -> None:
             for namespace in namespaces:
-                await self._write_one(connection, namespace, counts, uses[namespace])
+                await self._add(connection, namespace, counts.usage.get(namespace, _new_hours()))
 
         async with self.database.writing_in_steps() as steps:
-            await steps.run(write, is_last=True)
+            for part in parts:  # all transactions lock artifacts, then usage, then history
+                await steps.run(partial(touch_artifacts, used=part, used_at=used_at))
+            await steps.run(add, is_last=True)
         for namespace in namespaces:
-            self.when_written([key for key, _ in uses[namespace]])
             counts.uses.pop(namespace, None)
             counts.usage.pop(namespace, None)
+        for part in parts:
+            self.when_written([key for key, _ in part])
+            await asyncio.sleep(0)
 
-    async def _write_one(
-        self,
-        connection: Transaction,
-        namespace: str,
-        counts: _Counts,
-        uses: Sequence[tuple[StoredKey, _Use]],
-    ) -> None:
-        if uses:  # all transactions lock artifacts, then usage, then history
-            used = [(key, use.hits, self.bounded(use.at)) for key, use in uses]
-            await touch_artifacts(connection, used)
-        hours = counts.usage.get(namespace, _new_hours())
+    def _parts(
+        self, uses: Iterable[dict[StoredKey, int]]
+    ) -> Iterator[Sequence[tuple[StoredKey, int]]]:
+        """Yield the uses in the order of `touch_artifacts`, at most `MAX_TOUCHED` at a time."""
+        order = _in_key_order if self.database.is_postgresql else itemgetter(1)
+        ordered = chain(*(sorted(of_namespace.items(), key=order) for of_namespace in uses))
+        while part := list(islice(ordered, MAX_TOUCHED)):
+            yield part
+
+    async def _add(self, connection: Transaction, namespace: str, hours: _Hours) -> None:
         if hours:
             total = _Usage()
             for groups in hours.values():

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Collection, Sequence
 from datetime import datetime
-from typing import Any, NamedTuple
+from itertools import groupby
+from typing import Any, Final, NamedTuple
 
 from sqlalchemy import (
     ColumnElement,
@@ -11,6 +12,7 @@ from sqlalchemy import (
     FromClause,
     Select,
     String,
+    Update,
     and_,
     bindparam,
     case,
@@ -50,11 +52,13 @@ from graphstash_server.db.queries.shared import (
     stored_key,
     where_key,
 )
+from graphstash_server.db.sqlite import SqliteTransaction
 from graphstash_server.db.tables import artifacts, withdrawal_heads
 from graphstash_server.eviction_order import aged, density
 from graphstash_server.keys import StoredKey
 
 __all__ = [
+    "MAX_TOUCHED",
     "FoundArtifacts",
     "delete_artifacts",
     "delete_rows",
@@ -75,6 +79,9 @@ __all__ = [
     "unpin_artifacts",
     "withhold_artifact",
 ]
+
+MAX_TOUCHED: Final = 256
+"""Artifacts of one call of `touch_artifacts`: building its parameters takes about a millisecond."""
 
 _SELECT = select(*KEYED_ARTIFACT_COLUMNS)
 _ENTRY = artifacts.alias("entry")
@@ -422,29 +429,38 @@ async def _set_of(
 
 
 async def touch_artifacts(
-    connection: Transaction, used: Sequence[tuple[StoredKey, int, datetime]]
+    connection: Transaction, used: Sequence[tuple[StoredKey, int]], *, used_at: datetime
 ) -> None:
-    """Add hits and set the last use of artifacts. `used` must be in key order, see `_set_of`."""
-    await _TOUCH.execute_all(
-        connection,
-        [
-            {**key_parameters(key), "more_hits": hits, "used_at": used_at, "aged": aged(used_at)}
-            for key, hits, used_at in used
-        ],
-    )
+    """Add hits and set the last use of up to `MAX_TOUCHED` artifacts.
+
+    `used` must be sorted by namespace, and then for PostgreSQL in key order, see `_set_of`, or for
+    SQLite by hits: one statement adds the same number to many artifacts. A statement per artifact
+    would hold the interpreter's lock for most of its time, and so delay requests.
+    """
+    common = {"used_at": used_at, "aged": aged(used_at)}
+    if not isinstance(connection, SqliteTransaction):
+        rows = [{**key_parameters(key), "more_hits": hits, **common} for key, hits in used]
+        await _TOUCH.execute_all(connection, rows)
+        return
+    for (_, hits), group in groupby(used, key=lambda use: (use[0].namespace, use[1])):
+        given = keys_parameters([key for key, _ in group])
+        await _TOUCH_MANY.execute(connection, {**given, "more_hits": hits, **common})
 
 
-_TOUCH = Prepared(
-    lambda _: (
+def _touch(condition: ColumnElement[bool]) -> Update:
+    return (
         update(artifacts)
-        .where(where_key(artifacts))
+        .where(condition)
         .values(
             hits=artifacts.c.hits + bindparam("more_hits"),
             last_used_at=bindparam("used_at"),
             eviction_rank=artifacts.c.density + bindparam("aged"),
         )
     )
-)
+
+
+_TOUCH = Prepared(lambda _: _touch(where_key(artifacts)))
+_TOUCH_MANY = Prepared(lambda dialect: _touch(are_keys(artifacts, dialect)))
 
 
 async def withhold_artifact(
