@@ -8,7 +8,7 @@ import re
 import time
 from pathlib import Path
 
-__all__ = ["Watch", "cpu_seconds", "peak_bytes", "resident_bytes"]
+__all__ = ["Watch", "cpu_seconds", "peak_bytes", "resident_bytes", "threads_of"]
 
 
 class Watch:
@@ -40,6 +40,20 @@ def _read(process, name):
 
 def cpu_seconds(pid):
     """Return the CPU time of a process and its living descendants, with their ended children's."""
+    return sum(_tree(pid).values()) / os.sysconf("SC_CLK_TCK")
+
+
+def threads_of(pid):
+    """Yield the threads of a process and its living descendants, and whether each is the main one
+    of its process.
+    """
+    for process in _tree(pid):
+        for path in Path(f"/proc/{process}/task").iterdir():
+            yield int(path.name), int(path.name) == process
+
+
+def _tree(pid):
+    """Return the clock ticks of a process and its living descendants."""
     ticks, parents = {}, {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -53,4 +67,4 @@ def cpu_seconds(pid):
     tree = {pid}
     while more := {child for child, parent in parents.items() if parent in tree} - tree:
         tree |= more
-    return sum(ticks[number] for number in tree) / os.sysconf("SC_CLK_TCK")
+    return {number: ticks[number] for number in tree}

@@ -20,7 +20,8 @@ from benchmarks.figures import console
 from benchmarks.report import begin, environment, files_of, finish, pages, run_part
 
 PARTS = {
-    "server": "every call beside nginx, docker-registry, turborepo, redis; CPU each; 6 minutes",
+    "server": "every call beside seven peers, at two loads; CPU each; 15 minutes",
+    "tail": "the slowest answers of a server that is 60 % busy, beside nginx; 4 minutes",
     "hook": "first and settled steps with the hook, torch_xla's own cache or none; 10 minutes",
     "compilers": "the same step under every hook, cold and warm, by compiler; 15 minutes",
     "jax_cache": "the jax hook beside JAX's own cache, cold and warm; 8 minutes",
@@ -40,7 +41,7 @@ def main():
     )
     parser.add_argument("parts", nargs="*", metavar="part", help="default: all, in this order")
     parser.add_argument("--rounds", type=int, help="samples of every figure [each part's own]")
-    parser.add_argument("--seconds", type=int, help="length of one measurement of the server")
+    parser.add_argument("--seconds", type=int, help="length of one measurement of server and tail")
     parser.add_argument("--directory", type=Path, default=Path("build"), help="[build]")
     options = parser.parse_args()
     if unknown := set(options.parts) - set(PARTS):
@@ -50,7 +51,7 @@ def main():
         console.rule(f"[bold]{part}[/bold]: {PARTS[part]}")
         output = options.directory / f"bench-{part}.json"
         given = ["--rounds", options.rounds] if options.rounds is not None else []
-        if options.seconds is not None and part == "server":
+        if options.seconds is not None and part in ("server", "tail"):
             given += ["--seconds", options.seconds]
         run_part(report, part, f"benchmarks.{part}", output, *given, env=environment())
     written["json"].write_text(json.dumps(report, indent=2) + "\n")

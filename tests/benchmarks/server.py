@@ -15,6 +15,7 @@ import asyncio
 import hashlib
 import json
 import os
+import random
 import secrets
 import statistics
 import time
@@ -28,7 +29,6 @@ from benchmarks.targets import (
     NAMESPACE,
     PEERS,
     Graphstash,
-    Nginx,
     Redis,
     ReleaseBefore,
     artifact_path,
@@ -39,14 +39,14 @@ from benchmarks.targets import (
 from support.postgres import Postgres
 
 KIB, MIB = 1024, 1024**2
-HOT = (
-    ("GET 4 KiB, hot", "4KiB", 4 * KIB, 16),
-    ("GET 4 KiB, hot, 1 connection", "4KiB", 4 * KIB, 1),
-    ("GET 1 MiB", "1MiB", MIB, 16),
-    ("GET 64 MiB", "64MiB", 64 * MIB, 4),
-    ("GET 64 MiB, 64 streams", "64MiB", 64 * MIB, 64),
+LOADS = (1, 16)
+"""Connections of a small read. With one, a server also pays for its sleep before each request."""
+LARGE = (
+    ("GET 1 MiB", "1MiB", MIB, LOADS),
+    ("GET 64 MiB", "64MiB", 64 * MIB, (1, 64)),
 )
-COLD = 2048  # artifacts, twice the rows that a server keeps in memory; requested in turn
+HOT = "4KiB"
+RANDOM = 2048  # artifacts in random order: twice the rows that a server keeps in memory
 RANGE = "Range: bytes=1024-2047\r\n"
 PROXY = (
     "X-Forwarded-For: 192.0.2.1\r\nX-Forwarded-Proto: https\r\nX-Forwarded-Port: 443\r\n"
@@ -77,7 +77,7 @@ def main():
             "second."
         )
         figures.note(
-            "redis answers from memory; nginx's and turborepo's PUTs do not wait for the disk."
+            "redis and varnish answer from memory; turborepo's PUTs do not wait for the disk."
         )
         kinds = [Graphstash, ReleaseBefore]
         for peer in () if settings.postgresql or settings.puts else PEERS:
@@ -108,8 +108,8 @@ def start(stack, kind, directory, postgres):
 
 def publish(targets):
     """Publish the same files on every target, and require that it serves exactly these."""
-    large = {name: secrets.token_bytes(size) for _, name, size, _ in HOT}
-    small = {cold(number): secrets.token_bytes(4 * KIB) for number in range(COLD)}
+    large = {name: secrets.token_bytes(size) for _, name, size, _ in LARGE}
+    small = {name: secrets.token_bytes(4 * KIB) for name in (HOT, *map(row, range(RANDOM)))}
     for target in targets:
         for name, payload in large.items():
             target.publish(name, payload)
@@ -120,29 +120,33 @@ def publish(targets):
             target.publish(name, payload)
 
 
-def cold(number):
-    return f"cold-{number}"
+def row(number):
+    return f"row-{number}"
 
 
 def measure(figures, target, seconds):
     count = partial(measure_one, figures, target, seconds=seconds)
-    for label, name, size, connections in HOT:
-        large = size if size > MIB else None
-        count(label, target.get, names=[name], connections=connections, answer_bytes=large)
-    names = [cold(number) for number in range(COLD)]
-    count("GET 4 KiB, cold row", target.get, names=names, connections=16)
+    names = [row(number) for number in random.sample(range(RANDOM), RANDOM)]
+    for connections in LOADS:
+        at_once = f"{connections} at once"
+        for which, wanted in (("hot", [HOT]), ("random", names)):
+            more = {"names": wanted, "connections": connections}
+            count(f"GET 4 KiB, {which}, {at_once}", target.get, **more)
+            count(f"HEAD, {which}, {at_once}", target.head, **more)
+            if target.has_ranges:
+                label = f"GET 1 KiB of 4 KiB, {which}, {at_once}"
+                count(label, target.get, more=RANGE, status=206, **more)
+        count(f"miss, {at_once}", target.miss, connections=connections)
     if not isinstance(target, Redis):
-        more = {"names": ["4KiB"], "connections": 16}
-        count("GET 4 KiB, headers of a proxy", target.get, more=PROXY, **more)
-    if target.has_ranges:
-        count("GET 1 KiB of 4 KiB, hot", target.get, more=RANGE, status=206, **more)
-        more["names"] = names
-        count("GET 1 KiB of 4 KiB, cold row", target.get, more=RANGE, status=206, **more)
-    count("miss", target.miss, connections=16)
-    count("HEAD, hot", target.head, names=["4KiB"], connections=16)
-    count("HEAD, cold row", target.head, names=names, connections=16)
-    figures.add(TIMES, "memory after reading, MiB", target.name, peak_bytes(target.pid) / MIB)
-    if not isinstance(target, Nginx):
+        more = {"names": [HOT], "connections": 16}
+        count("GET 4 KiB, headers of a proxy, 16 at once", target.get, more=PROXY, **more)
+    for label, name, size, loads in LARGE:
+        for connections in loads:
+            more = {"connections": connections, "answer_bytes": size if size > MIB else None}
+            count(f"{label}, {connections} at once", target.get, names=[name], **more)
+    memory = sum(map(peak_bytes, target.pids)) / MIB
+    figures.add(TIMES, "memory after reading, MiB", target.name, memory)
+    if target.has_puts:
         measure_puts(figures, target, seconds)
     if isinstance(target, Graphstash):
         count("lookup of 1,000 keys", looking_up, target=target)
@@ -152,13 +156,17 @@ def measure(figures, target, seconds):
 
 def measure_one(figures, target, label, work, /, *, seconds, answer_bytes=None, **more):
     """Measure the costs of one kind of request, and the rate of answers."""
-    cpu = cpu_seconds(target.pid)
+    cpu = cpu_of(target)
     load = work(seconds=seconds, **more)
-    cpu = cpu_seconds(target.pid) - cpu
+    cpu = cpu_of(target) - cpu
     # A large answer that is incomplete at the end counts with its received share.
     answers = load.received_bytes / answer_bytes if answer_bytes else load.requests
     figures.add(CPU, label, target.name, cpu / answers * 1e3)
     figures.add(RATE, label, target.name, answers / load.seconds)
+
+
+def cpu_of(target):
+    return sum(map(cpu_seconds, target.pids))
 
 
 def measure_puts(figures, target, seconds):
@@ -179,7 +187,7 @@ def putting(*, target, base, writers, seconds):
 
 def looking_up(*, target, seconds):
     """Look up a thousand artifacts that all exist."""
-    keys = [target.key(cold(number)) for number in range(LOOKUP_KEYS)]
+    keys = [target.key(row(number)) for number in range(LOOKUP_KEYS)]
     body = json.dumps({"keys": keys}).encode()
     headers = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
 
@@ -195,9 +203,9 @@ def looking_up(*, target, seconds):
 
 def measure_waiters(figures, target, waiters):
     """Measure the delay of every waiter of a lease after the commit, and the costs."""
-    cpu = cpu_seconds(target.pid)
+    cpu = cpu_of(target)
     delays = asyncio.run(herd(target, waiters))
-    cpu = cpu_seconds(target.pid) - cpu
+    cpu = cpu_of(target) - cpu
     label = f"lease, {waiters} waiting"
     figures.add(CPU, f"{label}: wait and GET, each", target.name, cpu / waiters * 1e3)
     figures.add(

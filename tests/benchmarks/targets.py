@@ -74,16 +74,18 @@ class Target:
     Attributes:
         name: name in the tables.
         port: port on loopback.
-        pid: process whose tree's CPU time counts.
+        pids: processes whose trees' CPU time counts.
         headers: header lines that every request needs.
         connection: class of connections for `put`.
         has_ranges: whether it answers range requests with the range.
+        has_puts: whether it is measured with uploads.
     """
 
     name: str
     headers = ""
     connection = HttpConnection
     has_ranges = True
+    has_puts = True
 
     def publish(self, name, payload):
         """Store bytes under a name, for later reads."""
@@ -117,7 +119,7 @@ class Graphstash(Target):
         environment = {"GRAPHSTASH_DATABASE_URL": database_url} if database_url else {}
         self._server = self.start(directory, environment)
         self.port = self._server.port
-        self.pid = self._server.process.pid
+        self.pids = [self._server.process.pid]
 
     def start(self, directory, environment):
         return Server(directory, **environment)
@@ -182,14 +184,14 @@ class Peer(Target):
     binary: str
 
     def __init__(self, directory):
-        directory.mkdir(parents=True)
+        directory.mkdir(parents=True, exist_ok=True)
         self.port = reserved_port()
         self._log = (directory / "log").open("wb")
         command, environment = self.command(directory.absolute())
         self._process = subprocess.Popen(
             command, stdout=self._log, stderr=self._log, env={**os.environ, **environment}
         )
-        self.pid = self._process.pid
+        self.pids = [self._process.pid]
         until(lambda: answers(self.port) or self._process.poll() is not None)
         assert self._process.poll() is None, (directory / "log").read_text()
 
@@ -208,19 +210,34 @@ class Peer(Target):
         self._log.close()
 
 
-class Nginx(Peer):
-    """nginx with one worker per core, sendfile and no access log: the ceiling for static files.
+class Files(Peer):
+    """A server of static files in one directory, which takes no PUTs here."""
 
-    Its PUTs (WebDAV) do not wait for the disk.
-    """
+    has_puts = False
+
+    def __init__(self, directory):
+        self._root = directory.absolute() / "files"
+        self._root.mkdir(parents=True)
+        super().__init__(directory)
+
+    def publish(self, name, payload):
+        (self._root / name).write_bytes(payload)
+
+    def path(self, name):
+        return f"/{name}"
+
+    def unknown(self):
+        return f"/{secrets.token_hex(32)}"
+
+
+class Nginx(Files):
+    """nginx with one worker per core, sendfile and no access log: the ceiling for static files."""
 
     name = "nginx"
     install = "apt install nginx-light"
     binary = "nginx"
 
     def command(self, directory):
-        self._root = directory / "files"
-        self._root.mkdir()
         for name in ("body", "proxy", "fastcgi", "uwsgi", "scgi"):
             (directory / name).mkdir()
         user = "user root;" if os.geteuid() == 0 else ""
@@ -248,14 +265,85 @@ http {{
 """)
         return [self.found(), "-p", str(directory), "-c", str(config)], {}
 
+
+class Lighttpd(Files):
+    """lighttpd with one worker, its default, and no access log."""
+
+    name = "lighttpd"
+    install = "apt install lighttpd"
+    binary = "lighttpd"
+
+    def command(self, directory):
+        config = directory / "lighttpd.conf"
+        config.write_text(f"""\
+server.bind = "127.0.0.1"
+server.port = {self.port}
+server.document-root = "{self._root}"
+server.max-keep-alive-requests = 1000000
+mimetype.assign = ("" => "application/octet-stream")
+""")
+        return [self.found(), "-D", "-f", str(config)], {}
+
+
+class Caddy(Files):
+    """caddy's `file-server` command."""
+
+    name = "caddy"
+    install = "apt install caddy"
+    binary = "caddy"
+
+    def command(self, directory):
+        where = ("--root", str(self._root), "--listen", f"127.0.0.1:{self.port}")
+        homes = dict.fromkeys(("HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME"), str(directory))
+        return [self.found(), "file-server", *where], homes
+
+
+class Varnish(Files):
+    """varnish in front of nginx. Everything stored is in its memory; a 404 is never kept, because
+    an artifact may be stored at any time.
+    """
+
+    name = "varnish"
+    install = "apt install varnish nginx-light"
+    binary = "varnishd"
+
+    def __init__(self, directory):
+        self._origin = Nginx(directory / "origin")
+        try:
+            super().__init__(directory / "varnish")
+        except BaseException:
+            self._origin.close()
+            raise
+        self.pids += self._origin.pids
+
+    @classmethod
+    def found(cls):
+        return Nginx.found() and super().found()
+
+    def command(self, directory):
+        config = directory / "varnish.vcl"
+        config.write_text(f"""\
+vcl 4.1;
+backend default {{ .host = "127.0.0.1"; .port = "{self._origin.port}"; }}
+sub vcl_recv {{ unset req.http.Cookie; }}
+sub vcl_backend_response {{
+    set beresp.ttl = 1d;
+    if (beresp.status == 404) {{ set beresp.ttl = 0s; set beresp.uncacheable = true; }}
+}}
+""")
+        places = ("-a", f"127.0.0.1:{self.port}", "-f", str(config), "-n", str(directory / "work"))
+        return [self.found(), "-F", "-j", "none", *places, "-s", "malloc,1G"], {}
+
     def publish(self, name, payload):
-        (self._root / name).write_bytes(payload)
+        self._origin.publish(name, payload)
+        connection = HttpConnection(self.port)
+        status, *_ = connection.request("GET", self.path(name))
+        assert status == 200, status
+        connection.close()
 
-    def path(self, name):
-        return f"/{name}"
-
-    def unknown(self):
-        return f"/{secrets.token_hex(32)}"
+    def close(self):
+        super().close()
+        self._origin.close()
 
 
 class Registry(Peer):
@@ -398,7 +486,7 @@ class Redis(Peer):
         return many(self.port, connections, seconds, work, kind=RedisConnection)
 
 
-PEERS = (Nginx, Registry, Turborepo, Redis)
+PEERS = (Nginx, Lighttpd, Varnish, Caddy, Registry, Turborepo, Redis)
 
 
 def fetch_sha256(target, name):
