@@ -27,6 +27,7 @@ PARTS = {
     "jax_cache": "the jax hook beside JAX's own cache, cold and warm; 8 minutes",
     "million": "a million artifacts beside a thousand, on SQLite and PostgreSQL; 10 minutes",
     "client": "get and fetch of 64 MiB beside http.client, CPU and memory; 3 minutes",
+    "small": "get and put of 4 KiB and 1 MiB beside http.client, CPU; 1 minute",
     "regions": "first step of a job in a region 80 ms from its upstream; 5 minutes",
     "verify": "a signed artifact of 64 MiB from loopback: what checking adds; 2 minutes",
     "herd": "eight processes want one uncompiled graph: compilations and waiting; 2 minutes",

@@ -89,9 +89,9 @@ def test_get_makes_few_system_calls(run, tmp_path):
     }
     most = {
         # Six opens find no copy, and four no withdrawal.
-        "remote": {"opens": 16, "stats": 5, "syncs": 0, "all": 46},
+        "remote": {"opens": 16, "stats": 5, "syncs": 0, "all": 44},
         # The copy, and a gap in the list of withdrawals that is not there.
-        "local": {"opens": 3, "stats": 6, "syncs": 0, "all": 18},
+        "local": {"opens": 3, "stats": 6, "syncs": 0, "all": 17},
     }
     for name, limits in most.items():
         for kind, limit in limits.items():
