@@ -1,10 +1,13 @@
 """What the upstream withdraws, revokes or forbids ends in its regions."""
 
+import json
 import threading
 
 import pytest
 
+from graphstash_schema import Digest
 from support.changes import execute
+from support.issuer import Issuer
 from support.regions import Site, envelope, read
 from support.waiting import until
 
@@ -97,6 +100,40 @@ def test_no_token_is_accepted_without_upstream_if_the_time_is_over(world):
     assert reader.http.get("/v1/stats").status_code == 200
     world.center.kill()
     until(lambda: reader.http.get("/v1/stats").status_code == 503)
+
+
+def test_upstream_exchanges_a_jwt_that_a_job_sends_to_its_region(world, tmp_path):
+    with Issuer() as issuer:
+        issuer.add_key("first")
+        rules = [{"claims": {"repository": "team/*"}, "grants": ["write:team"]}]
+        center = Site(
+            tmp_path / "with-oidc",
+            GRAPHSTASH_OIDC_ISSUER=issuer.url,
+            GRAPHSTASH_OIDC_AUDIENCE="graphstash",
+            GRAPHSTASH_OIDC_RULES=json.dumps(rules),
+        )
+        with center, Site.region(tmp_path / "r", center.url, center.token("write:*")) as site:
+            ci = world.api(site, issuer.token("first"))
+            issued = ci.http.post("/v1/-/tokens:exchange", json={})
+            assert issued.status_code == 201, issued.text
+            job = world.api(site, issued.json()["token"])
+            assert job.put(envelope(job, 1), 1).status_code == 201
+            here = world.api(center, issued.json()["token"])
+            until(lambda: here.get(1).status_code == 200)
+
+
+def test_report_in_a_region_counts_at_the_upstream(world):
+    center, site = world.api(world.center), world.region()
+    region = world.api(site)
+    blob = envelope(center, 1)
+    assert center.put(blob, 1).status_code == 201
+    assert read(region, 1).content == blob
+    writers = [world.api(site, world.center.token("write:team")) for _ in range(2)]
+    for writer in writers:
+        assert writer.report(blob, 1).json()["found"]
+    assert center.get(1).status_code == 404
+    held = center.http.get("/v1/-/quarantine").json()["artifacts"]
+    assert [each["digest"] for each in held] == [str(Digest.of(blob))]
 
 
 def test_open_upstream_makes_no_caller_an_administrator(world, tmp_path):

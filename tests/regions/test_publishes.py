@@ -1,12 +1,18 @@
 """A publish that a region acknowledged reaches the upstream, whichever server is killed."""
 
+import pytest
+
 from graphstash_schema import Digest
 from support.regions import envelope, read
 from support.waiting import until
 
 
-def test_publishes_survive_the_death_of_both_servers(world):
-    site = world.region()
+@pytest.mark.parametrize("database", ["sqlite", "postgresql"])
+def test_publishes_survive_the_death_of_both_servers(world, request, database):
+    own = {}
+    if database == "postgresql":
+        own["GRAPHSTASH_DATABASE_URL"] = request.getfixturevalue("postgres").new_database()
+    site = world.region(**own)
     region = world.api(site)
     world.center.kill()
     blobs = {number: envelope(region, number, b"%d" % number * 1000) for number in range(6)}

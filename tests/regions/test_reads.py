@@ -10,17 +10,30 @@ from support.regions import envelope, read
 from support.waiting import until
 
 
+def variables_of(database, request):
+    if database == "sqlite":
+        return {}
+    return {"GRAPHSTASH_DATABASE_URL": request.getfixturevalue("postgres").new_database()}
+
+
 def downloads(link):
     return link.to("/artifacts/", method="GET")
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_artifact_crosses_each_link_once_for_many_concurrent_clients(world, workers):
+@pytest.mark.parametrize(("database", "workers"), [("sqlite", 1), ("sqlite", 2), ("postgresql", 2)])
+def test_artifact_crosses_each_link_once_for_many_concurrent_clients(
+    world, request, database, workers
+):
     center = world.api(world.center)
     blob = envelope(center, 1, b"x" * 300_000)
     assert center.put(blob, 1, seconds=2).status_code == 201
     links = [world.link(), world.link()]
-    regions = [world.region("--workers", str(workers), upstream=each.url) for each in links]
+    regions = [
+        world.region(
+            *("--workers", str(workers)), upstream=link.url, **variables_of(database, request)
+        )
+        for link in links
+    ]
     clients = [world.api(region) for region in regions for _ in range(8)]
     with ThreadPoolExecutor(16) as threads:
         answers = list(threads.map(lambda client: read(client, 1), clients))
