@@ -18,7 +18,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo serve test test-all test-package test-pairs test-random test-images test-gpu test-pythons \
     coverage fuzz check lint types format hooks dist docs docs-serve reference \
-    bench bench-training bench-tuning bench-reduce constraints clean
+    bench bench-fleet bench-training bench-tuning bench-reduce constraints clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
@@ -162,6 +162,9 @@ dist: $(VENV)/.installed  ## Build the sdist, and the wheel from it, into dist/
 
 bench: $(VENV)/.installed  ## Measure side by side with peers; writes build/bench*.json
 	$(BIN)/python tests/benchmarks/run.py
+
+bench-fleet: $(VENV)/.installed  ## Simulate fleets of hosts (docs/sizing.md); writes build/bench-fleet.json
+	$(BIN)/python tests/benchmarks/simulation/run.py $(BENCH_OPTIONS)
 
 bench-training: $(VENV)/.installed  ## Compare training loops; writes build/bench-training.{md,json,png}
 	$(BIN)/python tests/benchmarks/training/run.py $(BENCH_OPTIONS)

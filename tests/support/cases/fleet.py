@@ -3,10 +3,18 @@
 import hashlib
 import json
 import os
+import random
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from graphstash import ClientConfig
+# Imported here, before the forks, so that not every process imports them.
+import graphstash._http.download
+import graphstash._trust.proof  # noqa: F401 - see above
+import graphstash_schema.lease
+import graphstash_schema.metadata  # noqa: F401 - see above
+from graphstash import ClientConfig, Stash
 from graphstash_schema import ArtifactKey
 from support.host import Host
 
@@ -20,7 +28,14 @@ def graph(number: int) -> ArtifactKey:
 
 
 def read_at_once(
-    *, settings: dict[str, Any], directory: str, processes: int, hosts: int, graphs: int
+    *,
+    settings: dict[str, Any],
+    directory: str,
+    processes: int,
+    hosts: int,
+    graphs: int,
+    compile_seconds: float = 0.0,
+    size_bytes: int = 5,
 ) -> list[dict[str, Any]]:
     """Fork processes that read all graphs, and return the counts of each.
 
@@ -30,6 +45,8 @@ def read_at_once(
         processes: number of processes.
         hosts: number of hosts, over which the processes are distributed.
         graphs: number of graphs, see `graph`.
+        compile_seconds: time of a compilation, in which the process sleeps.
+        size_bytes: size of a compiled graph, whose bytes depend on its number alone.
     """
     waiting, starting = os.pipe()
     reports = [Path(directory) / f"{number}.json" for number in range(processes)]
@@ -40,7 +57,8 @@ def read_at_once(
                 os.read(waiting, 1)  # until all processes exist
                 host = Path(directory) / f"host{number % hosts}"
                 config = ClientConfig.load({}, **settings, cache_dir=host)
-                report.write_text(json.dumps(_read(config, graphs)))
+                read = _read(config, graphs, compile_seconds=compile_seconds, size_bytes=size_bytes)
+                report.write_text(json.dumps(read))
             finally:
                 os._exit(0)
     os.close(waiting)
@@ -50,14 +68,26 @@ def read_at_once(
     return [json.loads(report.read_text()) for report in reports]
 
 
-def _read(config: ClientConfig, graphs: int) -> dict[str, Any]:
-    with Host(config) as host:
+def _read(
+    config: ClientConfig, graphs: int, *, compile_seconds: float, size_bytes: int
+) -> dict[str, Any]:
+    began = time.monotonic()
+    # As under `graphstash run`, whose processes share what the server says about copies.
+    with Host(Stash(config, run="fleet")) as host:
+
+        def compile_graph(number: int) -> bytes:
+            time.sleep(compile_seconds)
+            host.compiles += 1
+            return random.Random(number).randbytes(size_bytes)
+
         for number in range(graphs):
-            host.build(graph(number))
+            host.cache.get_or_compile(graph(number), partial(compile_graph, number))
         stats = host.stats
     return {
         "compiles": host.compiles,
         "fallbacks": dict(stats.fallbacks),
         "fetched_bytes": stats.fetched_bytes,
         "hits": stats.hits_server + stats.hits_host,
+        "began": began,
+        "ended": time.monotonic(),
     }
