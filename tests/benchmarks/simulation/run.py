@@ -32,7 +32,7 @@ def deployment_for(hosts):
         return Deployment(servers=1, workers=2, database_cores=1)
     if hosts <= 1000:
         return Deployment(servers=2, workers=4, database_cores=2)
-    return Deployment(servers=8, workers=8, database_cores=8)
+    return Deployment(servers=10, workers=8, database_cores=20)
 
 
 def main(arguments=None):
