@@ -23,6 +23,9 @@ def upgrade() -> None:
         sa.Column(
             "next_at", time, nullable=False, comment="of the next attempt, or end of a claim"
         ),
+        sa.Column(
+            "publisher", sa.Text(), nullable=False, comment="whose rights the upstream checks, JSON"
+        ),
     )
     claim = sa.Column(
         "claimed_until", time, nullable=False, comment="a process downloads until then"

@@ -205,6 +205,10 @@ class Access(WireModel):
         default=None,
         description="the identity provider of a JWT, or of the one that the token was given for",
     )
+    subject: str | None = Field(
+        default=None, description="identity in the JWT that was exchanged for the token"
+    )
+    token: str | None = Field(default=None, description="id of the token, which is not secret")
 
     def allows(self, scope: Scope, namespace: Namespace) -> bool:
         """Return whether the caller's grants cover a scope in a namespace."""

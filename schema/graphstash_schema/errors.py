@@ -101,6 +101,13 @@ class ErrorCode(StrEnum):
     Publish to another namespace, or let an administrator change the policy with `graphstash
     namespace set`.
     """
+    PUBLISHER_REFUSED = "publisher_refused"
+    """A region sends an artifact whose publisher may not write to this namespace, or whose token
+    was revoked meanwhile.
+
+    Do nothing: the region withdraws the artifact. If the publisher should write, give it a token
+    with a grant on the namespace.
+    """
     NOT_FOUND = "not_found"
     """Nothing is stored under this name, or the caller may not read it. The response is
     the same in both cases.
@@ -223,6 +230,7 @@ STATUS: Final[dict[ErrorCode, int]] = dict.fromkeys(ErrorCode, 400) | {
     ErrorCode.UNAUTHENTICATED: 401,
     ErrorCode.FORBIDDEN: 403,
     ErrorCode.READ_ONLY: 403,
+    ErrorCode.PUBLISHER_REFUSED: 403,
     ErrorCode.NOT_FOUND: 404,
     ErrorCode.UNKNOWN_PATH: 404,
     ErrorCode.METHOD_NOT_ALLOWED: 405,

@@ -18,6 +18,7 @@ __all__ = [
     "HEADER_LEASE",
     "HEADER_METADATA",
     "HEADER_PROTOCOL",
+    "HEADER_PUBLISHER",
     "HEADER_REQUEST_ID",
     "HEADER_WRITERS",
     "LOOKUP_PIN_SECONDS",
@@ -55,6 +56,9 @@ a malformed name."""
 
 HEADER_LEASE: Final = "Graphstash-Lease"
 """PUT and DELETE of a lease: the token that the grant returned."""
+
+HEADER_PUBLISHER: Final = "Graphstash-Publisher"
+"""PUT of an artifact by a region: `region.Publisher` as JSON."""
 
 HEADER_HITS: Final = "Graphstash-Hits"
 """HEAD response: how often the artifact was served, as of the last flush of counters."""

@@ -4,15 +4,39 @@ A region is a server with an upstream. The upstream owns the namespaces: it gran
 first artifact of a key, and decides on withdrawals, policies and tokens.
 """
 
-from typing import Any
+from typing import Any, Final
 
 from pydantic import Field
 
+from graphstash_schema.access import Grant
 from graphstash_schema.model import WireModel
 from graphstash_schema.names import LIST_START, ListPosition, Namespace
 from graphstash_schema.policy import NamespacePolicy
 
-__all__ = ["OwnedNamespace", "UpstreamState"]
+__all__ = ["MAX_PUBLISHER_GRANTS", "OwnedNamespace", "Publisher", "UpstreamState"]
+
+MAX_PUBLISHER_GRANTS: Final = 20
+"""Maximum grants in a header."""
+
+
+class Publisher(WireModel):
+    """Who published an artifact in a region: `Graphstash-Publisher`, as JSON.
+
+    The upstream stores the artifact only if both the region and the publisher may write. So a token
+    that was revoked, or a namespace that became trusted, while the region was alone has its effect.
+    """
+
+    token: str | None = Field(
+        default=None, max_length=64, description="id of the upstream's token, if there was one"
+    )
+    grants: tuple[Grant, ...] = Field(
+        max_length=MAX_PUBLISHER_GRANTS, description="the publisher's grants on the namespace"
+    )
+
+    @property
+    def header(self) -> str:
+        """The value of the header."""
+        return self.model_dump_json(exclude_none=True)
 
 
 class OwnedNamespace(WireModel):
@@ -41,6 +65,9 @@ class UpstreamState(WireModel):
 
     server: str = Field(max_length=64, description="random identifier of the server's database")
     is_region: bool = Field(description="whether the server itself has an upstream")
+    is_complete: bool = Field(
+        description="whether the caller may read every namespace with a withdrawal or a policy"
+    )
     namespaces: dict[Namespace, OwnedNamespace] = Field(
         description="namespaces that the caller may read, with a withdrawal or a policy"
     )

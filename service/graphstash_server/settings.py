@@ -409,6 +409,16 @@ class Settings(
 ):
     """Settings of one server."""
 
+    @model_validator(mode="after")
+    def _require_tokens_in_a_region(self) -> Self:
+        if self.upstream_url is not None and self.is_open:
+            raise PydanticCustomError(
+                "upstream",
+                "GRAPHSTASH_UPSTREAM_URL needs GRAPHSTASH_AUTH=tokens: otherwise each caller would "
+                "have the rights of GRAPHSTASH_UPSTREAM_TOKEN",
+            )
+        return self
+
     @property
     def own_socket(self) -> Path | None:
         """Socket for the jobs of this user. None if the server uses TLS, requires no token, or

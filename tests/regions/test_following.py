@@ -161,7 +161,12 @@ def test_policy_of_the_upstream_holds_in_the_region(world):
 
 @pytest.mark.parametrize(
     ("method", "path"),
-    [("DELETE", "artifact"), ("PUT", "/v1/-/namespaces/team"), ("DELETE", "/v1/-/namespaces/team")],
+    [
+        ("POST", "/v1/-/tokens"),
+        ("DELETE", "artifact"),
+        ("PUT", "/v1/-/namespaces/team"),
+        ("DELETE", "/v1/-/namespaces/team"),
+    ],
 )
 def test_changes_of_the_owner_are_refused_in_a_region(world, method, path):
     region = world.api(world.region())

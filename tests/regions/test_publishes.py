@@ -1,10 +1,26 @@
 """A publish that a region acknowledged reaches the upstream, whichever server is killed."""
 
+import asyncio
+import json
+
 import pytest
+from sqlalchemy import make_url
 
 from graphstash_schema import Digest
+from graphstash_schema.protocol import HEADER_PUBLISHER
+from graphstash_server.db.engine import make_engine
+from graphstash_server.db.queries.artifacts import unpin_artifacts
+from graphstash_server.keys import StoredKey
+from support.changes import execute
 from support.regions import envelope, read
 from support.waiting import until
+
+
+async def unpin(url, key):
+    engine = make_engine(make_url(url))
+    async with engine.begin() as connection:
+        await unpin_artifacts(connection, [key])
+    await engine.dispose()
 
 
 @pytest.mark.parametrize("database", ["sqlite", "postgresql"])
@@ -67,11 +83,50 @@ def test_queued_artifacts_are_not_evicted(world):
     world.center.kill()
     first = envelope(region, 1, b"x" * 60_000)
     assert region.put(first, 1).status_code == 201
+    key = StoredKey.parse_path(f"team/{region.path(1).partition('/artifacts/')[2]}")
+    asyncio.run(unpin(site.database_url, key))
     assert region.put(envelope(region, 2, b"y" * 60_000), 2).status_code == 507
     assert read(region, 1).content == first
     world.center.start()
     until(lambda: site.events(world.admin)["queued"] == 0, seconds=90)
     assert region.put(envelope(region, 2, b"y" * 60_000), 2).status_code == 201
+
+
+def test_queued_artifact_of_a_token_that_is_revoked_meanwhile_ends_in_the_region(world):
+    site = world.region()
+    issued = world.center.issue("write:team")
+    writer, admin = world.api(site, issued.token), world.api(site)
+    assert read(writer, 1).status_code == 404
+    world.center.kill()
+    assert writer.put(envelope(writer, 1), 1).status_code == 201
+    assert admin.put(envelope(admin, 2), 2).status_code == 201
+    revoked = f"UPDATE tokens SET revoked_at = created_at WHERE id = '{issued.info.id}'"
+    execute(world.center.database_url, revoked)
+    world.center.start()
+    center = world.api(world.center)
+    until(lambda: site.events(world.admin)["queued"] == 0, seconds=90)
+    assert [center.get(number).status_code for number in (1, 2)] == [404, 200]
+    assert [read(admin, number).status_code for number in (1, 2)] == [404, 200]
+
+
+def test_upstream_checks_the_publisher_beside_the_region(world):
+    center = world.api(world.center, namespace="trusted")
+    assert center.http.put("/v1/-/namespaces/trusted", json={"trusted": True}).is_success
+    token = world.center.issue("write:trusted").info.id
+    exact, pattern = ([{"scope": "write", "namespaces": each}] for each in ("trusted", "*"))
+    for number, (publisher, status) in enumerate(
+        [
+            (json.dumps({"grants": exact}), 201),
+            (json.dumps({"grants": exact, "token": token}), 201),
+            (json.dumps({"grants": pattern}), 403),
+            (json.dumps({"grants": []}), 403),
+            (json.dumps({"grants": exact, "token": "a" * 16}), 403),
+            ("nonsense", 403),
+        ]
+    ):
+        answer = center.put(envelope(center, number), number, **{HEADER_PUBLISHER: publisher})
+        assert answer.status_code == status, answer.text
+        assert status == 201 or answer.json()["code"] == "publisher_refused"
 
 
 def test_publish_that_the_upstream_never_takes_stays_in_the_region(world):

@@ -44,6 +44,20 @@ def test_store_of_another_upstream_is_refused(world, tmp_path):
         assert "is another server than the one whose artifacts this region keeps" in refusal(moved)
 
 
+def test_token_that_cannot_read_every_namespace_of_the_upstream_is_refused(world):
+    center = world.api(world.center)
+    assert center.http.put("/v1/-/namespaces/trusted", json={"trusted": True}).is_success
+    site = world.region(is_started=False)
+    site.environment["GRAPHSTASH_UPSTREAM_TOKEN"] = world.center.token("write:team")
+    assert "cannot read every namespace" in refusal(site)
+
+
+def test_region_without_authentication_is_refused(world):
+    site = world.region(is_started=False)
+    site.environment["GRAPHSTASH_AUTH"] = "none"
+    assert "GRAPHSTASH_UPSTREAM_URL needs GRAPHSTASH_AUTH=tokens" in refusal(site)
+
+
 def test_store_with_artifacts_of_its_own_is_refused(world, tmp_path):
     with Site(tmp_path / "own") as own:
         api = world.api(own, own.token("admin:*"))

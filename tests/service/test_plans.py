@@ -36,6 +36,7 @@ from graphstash_schema.explanation import Description
 from graphstash_schema.history import Grouping, Step
 from graphstash_schema.listing import ArtifactQuery, ListOrder
 from graphstash_schema.names import LIST_START, ManifestName
+from graphstash_schema.region import Publisher
 from graphstash_schema.withdrawals import WithdrawalCause
 from graphstash_server.actor import Actor
 from graphstash_server.artifact import Artifact
@@ -301,6 +302,9 @@ def arguments_of(count):
         "sessions.add_session.row": [SessionRow("0005", NOW)],
         "tokens.insert_token.row": [TokenRow(token, "x")],
         "rows": [[artifact(number) for number in range(100, 110)]],
+        "upstream.queue_publishes.rows": [
+            [(artifact(number), Publisher(grants=())) for number in range(100, 110)]
+        ],
         "run": [RUN],
         "seconds": [1.0],
         "selection": [Selection(Step.DAY, at(30), NOW, names) for names in (None, [BENCH])],

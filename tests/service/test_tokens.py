@@ -60,6 +60,8 @@ def test_new_token_is_valid_at_once_and_its_secret_is_not_stored(guarded, admin)
         "grants": READ_ALL,
         "expires_at": None,
         "issuer": None,
+        "subject": None,
+        "token": info["id"],
     }
     until(lambda: listed()["last_used_at"] is not None)
 

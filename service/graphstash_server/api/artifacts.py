@@ -39,6 +39,7 @@ from graphstash_server.api.calls import (
     key_of,
     require_ownership,
 )
+from graphstash_server.api.publishers import check_publisher, publisher_of
 from graphstash_server.artifact import FoundArtifact
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
@@ -156,6 +157,7 @@ class _BlobResponse(StreamingResponse):
         201: {"description": "stored, durably, in place of others where the policy allows it"},
     },
     refuses=[
+        ErrorCode.PUBLISHER_REFUSED,
         ErrorCode.DIGEST_REQUIRED,
         ErrorCode.INVALID_DIGEST,
         ErrorCode.INVALID_METADATA,
@@ -175,6 +177,7 @@ async def put_artifact(call: NamespaceCall) -> Response:
     key = key_of(request)
     size_bytes = _announced_size(request)
     call.context.uploads.check(key.namespace, size_bytes, policy=call.policy)
+    await check_publisher(call)
     header = request.headers.get(HEADER_METADATA, "")
     metadata = ArtifactMetadata.from_header(header) if header else None
     upload = Upload(
@@ -187,7 +190,7 @@ async def put_artifact(call: NamespaceCall) -> Response:
         actor=call.actor,
         policy=call.policy,
         job=job_named(request.headers.get(HEADER_JOB)),
-        is_forwarded=call.context.region is not None,
+        publisher=publisher_of(call) if call.context.region is not None else None,
     )
     is_new = await call.context.uploads.publish(upload, _body(call, upload))
     if call.context.region is not None:

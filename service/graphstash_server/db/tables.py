@@ -501,6 +501,7 @@ upstream_publishes = Table(
     Column("sha256", String(64), nullable=False, comment="names the blob"),
     Column("attempts", Integer, nullable=False, comment="that the upstream has refused"),
     Column("next_at", UtcTime, nullable=False, comment="of the next attempt, or end of a claim"),
+    Column("publisher", Text, nullable=False, comment="whose rights the upstream checks, JSON"),
     Index(None, "next_at"),
 )
 """Artifacts that a region still has to send to its upstream. The transaction that stores such an

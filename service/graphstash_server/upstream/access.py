@@ -170,6 +170,9 @@ def _principal(access: Access) -> Principal:
         name=access.name,
         grants=access.grants,
         expires_at=access.expires_at,
+        issuer=access.issuer,
+        subject=access.subject or "",
+        token=access.token,
     )
 
 

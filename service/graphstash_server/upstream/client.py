@@ -23,7 +23,9 @@ from graphstash_schema import (
 from graphstash_schema.protocol import (
     ADMIN_PREFIX,
     API_PREFIX,
+    HEADER_METADATA,
     HEADER_PROTOCOL,
+    HEADER_PUBLISHER,
     PROTOCOL_VERSION,
 )
 from graphstash_schema.region import UpstreamState
@@ -187,17 +189,26 @@ class UpstreamClient:
                 yield response
 
     async def upload(
-        self, key: StoredKey, digest: Digest, chunks: AsyncIterator[bytes], *, metadata: str
+        self,
+        key: StoredKey,
+        digest: Digest,
+        chunks: AsyncIterator[bytes],
+        *,
+        metadata: str,
+        publisher: str,
     ) -> Answer:
-        """Send an artifact. Raise `UpstreamError` if the upstream does not answer."""
+        """Send an artifact. Raise `UpstreamError` if the upstream does not answer. `metadata` and
+        `publisher` are values of headers.
+        """
         self._check()
         headers = self._headers(None) | {
             "Content-Length": str(digest.size_bytes),
             "Content-Type": "application/octet-stream",
             "Repr-Digest": digest.repr_digest,
         }
+        headers[HEADER_PUBLISHER] = publisher
         if metadata:
-            headers["Graphstash-Metadata"] = metadata
+            headers[HEADER_METADATA] = metadata
         with self._failures_named(is_answered=digest.size_bytes > _MAX_ANSWER_BYTES):
             async with asyncio.timeout(_transfer_seconds(digest)):
                 response = await self._http.put(

@@ -5,8 +5,8 @@ download in it. Nothing is served before it is stored and checked: size and dige
 upstream's database, and the key against the head of the envelope. The client checks the signature.
 
 A withdrawal must not be missed. The upstream may serve an artifact for two seconds after its
-withdrawal, so a download first looks up the key in the upstream's database. After the commit it
-compares the blob with the withdrawals that the region has applied since the look-up.
+withdrawal, so a download first looks up the key in the upstream's database. The transaction that
+stores the copy fails if the region has applied a withdrawal of the same bytes since the look-up.
 """
 
 import asyncio
@@ -41,14 +41,17 @@ from graphstash_server.db.queries.upstream import (
     end_download,
     find_position,
     is_downloading,
-    is_withdrawn_since,
 )
 from graphstash_server.db.queries.withdrawals import withdrawal_head
 from graphstash_server.errors import DigestMismatchError, LengthMismatchError, ServerError
 from graphstash_server.keys import StoredKey
 from graphstash_server.logs import in_background
 from graphstash_server.services.artifacts.service import ArtifactService
-from graphstash_server.services.artifacts.uploads import Upload, UploadService
+from graphstash_server.services.artifacts.uploads import (
+    Upload,
+    UploadService,
+    WithdrawnMeanwhileError,
+)
 from graphstash_server.services.wait_queue import WaitQueue
 from graphstash_server.upstream.client import UpstreamClient, UpstreamError
 
@@ -126,8 +129,9 @@ class Fetches:
         missing = [key for key in keys if key not in found.artifacts and key not in found.withheld]
         if not missing or not self.client.is_up.is_set():
             return
-        with suppress(UpstreamError):
-            answer = await self.client.look_up(namespace, missing)
+        with suppress(UpstreamError, TimeoutError):
+            async with asyncio.timeout(_PATIENCE_SECONDS):
+                answer = await self.client.look_up(namespace, missing)
             asked = {key.key: key for key in missing}
             for infos, group in (
                 (answer.found, found.artifacts),
@@ -181,14 +185,10 @@ class Fetches:
                 return "present"  # another process was faster
             if not is_ours:
                 return "failed"
-            await self._download(key, digest, policy)
-        async with self.database.reading() as connection:
-            is_withdrawn = await is_withdrawn_since(
-                connection, key.namespace, digest, start=began.number
-            )
-        if is_withdrawn:
-            await self.artifacts.delete(key, actor=UPSTREAM, digest=str(digest))
-            return "absent"
+            try:
+                await self._download(key, digest, policy, copied_after=began.number)
+            except WithdrawnMeanwhileError:
+                return "absent"
         return "stored"
 
     async def _announced(self, key: StoredKey) -> Digest | None:
@@ -242,7 +242,9 @@ class Fetches:
                     async with asyncio.timeout(_POLL_SECONDS):
                         await ticket.wait()
 
-    async def _download(self, key: StoredKey, digest: Digest, policy: NamespacePolicy) -> None:
+    async def _download(
+        self, key: StoredKey, digest: Digest, policy: NamespacePolicy, *, copied_after: int
+    ) -> None:
         async with self.client.download(key, digest) as response:
             if response.status_code != 200:
                 raise UpstreamError(f"the upstream answers {response.status_code}")
@@ -263,6 +265,7 @@ class Fetches:
                 only_if_absent=False,
                 actor=UPSTREAM,
                 policy=policy.model_copy(update={"mode": WriteMode.WRITE_ONCE}),
+                copied_after=copied_after,
             )
             try:
                 await self.uploads.publish(upload, _of_key(key, response.aiter_raw()))

@@ -2,7 +2,7 @@
 
 Each process probes. One process at a time applies policies and withdrawals to the database. It
 first adds a withdrawal to this server's own list, which hosts follow, and then deletes the
-artifact. In this order, a concurrent download either is deleted here, or finds the entry
+artifact. In this order, a concurrent download either is deleted here, or its commit finds the entry
 (`fetches`).
 """
 
@@ -27,6 +27,7 @@ from graphstash_server.db.queries.upstream import (
     has_artifacts,
     is_queued,
     list_positions,
+    lock_position,
     note_upstream_id,
     put_position,
 )
@@ -49,6 +50,7 @@ _DOWN_SECONDS: Final = 1.0
 _TURN: Final = timedelta(seconds=2)
 _PRUNE: Final = timedelta(hours=1)
 _PAGE: Final = 200
+_PAGES_AT_ONCE: Final = 20
 
 
 @dataclass(kw_only=True, eq=False)
@@ -65,6 +67,8 @@ class Follower:
 
     def __post_init__(self) -> None:
         self._refusal = ""
+        self._compared: dict[Namespace, StoredKey] = {}
+        """Last compared artifact of namespaces whose comparison is not finished."""
 
     async def begin(self) -> None:
         """Probe the upstream before the server serves.
@@ -109,20 +113,24 @@ class Follower:
                 await asyncio.sleep(_DOWN_SECONDS * (0.75 + 0.25 * jitter()))
             try:
                 await self._round()
-            except UpstreamError as error:
-                self.client.mark_down(str(error))
-            except ServerError as error:
+            except (UpstreamError, ServerError) as error:
                 _LOGGER.warning("could not apply changes of the upstream, will retry: %s", error)
             except Exception:
                 _LOGGER.exception("following the upstream failed and will be retried")
 
     async def _round(self) -> None:
-        state = await self.client.probe()
-        if (refusal := await self._why_refused(state)) is not None:
+        try:
+            state = await self.client.probe()
+        except UpstreamError as error:
+            self.client.mark_down(str(error))
+            return
+        refusal = await self._why_refused(state)
+        if refusal is not None:
             if refusal != self._refusal:
                 _LOGGER.error("%s", refusal)
             self._refusal = refusal
-            raise UpstreamError(refusal)
+            self.client.mark_down(refusal)
+            return
         self._refusal = ""
         async with self.database.writing() as connection:
             is_turn = await claim_chore(
@@ -131,10 +139,10 @@ class Follower:
             is_pruning = await claim_chore(
                 connection, "forget callers of the upstream", now=self.clock(), every=_PRUNE
             )
+        self.client.mark_up()
         if is_turn:
             await self._apply_policies(state)
             await self._apply_withdrawals(state)
-        self.client.mark_up()
         if is_pruning:
             await self.access.prune()
 
@@ -152,6 +160,11 @@ class Follower:
             return (
                 f"{url} is itself a region: set GRAPHSTASH_UPSTREAM_URL to its upstream, because "
                 "regions of regions could form a cycle"
+            )
+        if not state.is_complete:
+            return (
+                f"GRAPHSTASH_UPSTREAM_TOKEN cannot read every namespace of {url}, so the region "
+                "would miss withdrawals and policies: create a token with --grant 'write:*'"
             )
         if known is not None and state.server != known:
             return (
@@ -183,8 +196,8 @@ class Follower:
                 if page.is_complete:
                     for entry in page.withdrawals:
                         await self._withdraw(namespace, entry)
-                else:
-                    await self._compare_all(namespace)
+                elif not await self._compare_some(namespace):
+                    break
                 async with self.database.writing() as connection:
                     await put_position(connection, namespace, page.position)
                 last, position = position, page.position
@@ -209,25 +222,29 @@ class Follower:
     async def _drop(self, key: StoredKey, digest: Digest, *, cause: WithdrawalCause) -> None:
         async with self.database.writing() as connection:
             await add_withdrawals(connection, [(key, digest)], cause=cause, now=self.clock())
+            await lock_position(connection, key.namespace)  # see `_refuse_withdrawn` of uploads
         await self.artifacts.delete(key, actor=UPSTREAM, digest=str(digest))
 
-    async def _compare_all(self, namespace: Namespace) -> None:
+    async def _compare_some(self, namespace: Namespace) -> bool:
         """Drop the copies that the upstream does not have, after a gap in its list: they may have
-        been withdrawn. Queued artifacts stay.
+        been withdrawn. Queued artifacts stay. Return whether all copies have been compared. Each
+        call compares some, so that other namespaces need not wait for a large one.
         """
-        after: StoredKey | None = None
-        while True:
+        for _ in range(_PAGES_AT_ONCE):
             async with self.database.reading() as connection:
-                rows = await list_stored_rows(connection, namespace, after=after, limit=_PAGE)
+                rows = await list_stored_rows(
+                    connection, namespace, after=self._compared.get(namespace), limit=_PAGE
+                )
+                # Read before the look-up, because a queued artifact may be sent after it.
+                sent = [row for row in rows if not await is_queued(connection, row.key)]
             if not rows:
-                return
-            after = rows[-1].key
-            found = await self.client.look_up(namespace, [row.key for row in rows])
-            valid = {(each.key, each.digest) for each in found.found}
-            for row in rows:
-                if (row.key.key, str(row.digest)) in valid:
-                    continue
-                async with self.database.reading() as connection:
-                    if await is_queued(connection, row.key):
-                        continue
-                await self._drop(row.key, row.digest, cause=WithdrawalCause.DELETED)
+                self._compared.pop(namespace, None)
+                return True
+            if sent:
+                found = await self.client.look_up(namespace, [row.key for row in sent])
+                valid = {(each.key, each.digest) for each in found.found}
+                for row in sent:
+                    if (row.key.key, str(row.digest)) not in valid:
+                        await self._drop(row.key, row.digest, cause=WithdrawalCause.DELETED)
+            self._compared[namespace] = rows[-1].key
+        return False

@@ -34,7 +34,7 @@ _POLL_SHARE: Final = 1 / 3
 """Longest wait, as a part of the region's lease."""
 
 _FETCH_SECONDS: Final = 20.0
-"""Seconds that a caller waits for the artifact that another region has published."""
+"""Longest wait for the artifact that another region has published."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -113,7 +113,7 @@ class RegionalLeases(LeaseService):
                     token = f"{reply.token}.{answered.token}"
                     return reply.model_copy(update={"token": token})
                 case LeaseState.READY:
-                    await self._fetch(key)
+                    await self._fetch(key, seconds=min(_FETCH_SECONDS, deadline - loop.time()))
                     return answered
                 case LeaseState.HELD:
                     is_over = deadline - loop.time() < 1 or gone.done() or self.wait_queue.is_closed
@@ -124,11 +124,11 @@ class RegionalLeases(LeaseService):
             except ServerError:  # another caller here has it now, or published
                 return answered
 
-    async def _fetch(self, key: StoredKey) -> None:
+    async def _fetch(self, key: StoredKey, *, seconds: float) -> None:
         """Get the artifact of another region. Raise `UpstreamError` if that is impossible."""
         try:
             is_here = await self.fetches.fetch(
-                key, NamespacePolicy(), patience_seconds=_FETCH_SECONDS
+                key, NamespacePolicy(), patience_seconds=max(0.0, seconds)
             )
         except ServerError:
             return  # still downloading: the caller's read waits for it

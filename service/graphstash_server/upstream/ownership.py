@@ -36,10 +36,12 @@ class OwnershipService:
         async with self.database.reading() as connection:
             ends = await list_ends(connection)
             policies = {each.namespace: each.policy for each in await list_policies(connection)}
-        names = [each for each in {*ends, *policies} if await may_read(each)]
+        known = {*ends, *policies}
+        names = [each for each in known if await may_read(each)]
         return UpstreamState(
             server=await self.own_id(),
             is_region=self.is_region,
+            is_complete=len(names) == len(known),
             namespaces={
                 name: OwnedNamespace(
                     newest_withdrawal=ends.get(name, LIST_START),

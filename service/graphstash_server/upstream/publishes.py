@@ -5,7 +5,8 @@ even if the region is killed. A process claims the publishes that it sends. If i
 sends them after the claim ends. Sending twice is harmless: the upstream keeps the first artifact.
 
 If the upstream has other bytes for the key, the region drops its own. All regions then serve the
-same executable.
+same executable. It also drops an artifact whose publisher may no longer write, by the token and the
+policy that the upstream has by then.
 """
 
 import asyncio
@@ -47,6 +48,10 @@ _FINAL: Final = frozenset({400, 411, 412, 413, 422, 431})
 """Statuses of a refusal that no retry changes."""
 
 
+_UNWANTED: Final = frozenset({ErrorCode.CONFLICT, ErrorCode.WITHHELD, ErrorCode.PUBLISHER_REFUSED})
+"""Causes for which the region withdraws its artifact."""
+
+
 @dataclass(kw_only=True, eq=False)
 class Publishes:
     """Send queued artifacts. Cancelling it loses nothing."""
@@ -78,6 +83,9 @@ class Publishes:
                 sent = await self._round()
             except ServerError as error:
                 _LOGGER.warning("the queue for the upstream waits for the database: %s", error)
+                sent = 0
+            except Exception:
+                _LOGGER.exception("sending the queue failed and will be retried")
                 sent = 0
             if sent < _AT_ONCE:
                 with suppress(TimeoutError):
@@ -131,7 +139,11 @@ class Publishes:
                 outcome = "sent"
             else:
                 answer = await self.client.upload(
-                    key, digest, _chunks(artifact), metadata=artifact.row.metadata_header
+                    key,
+                    digest,
+                    _chunks(artifact),
+                    metadata=artifact.row.metadata_header,
+                    publisher=queued.publisher,
                 )
                 outcome = _outcome(answer)
                 if outcome in {"refused", "dropped"}:
@@ -157,10 +169,7 @@ class Publishes:
 def _outcome(answer: Answer) -> str:
     if answer.status in (200, 201):
         return "sent"
-    if answer.status == 409 and answer.parsed(Problem).code in (
-        ErrorCode.CONFLICT,
-        ErrorCode.WITHHELD,
-    ):
+    if answer.status in (403, 409) and answer.parsed(Problem).code in _UNWANTED:
         return "conflict"
     return "dropped" if answer.status in _FINAL else "refused"
 

@@ -22,7 +22,6 @@ from sqlalchemy import (
     or_,
     select,
     text,
-    true,
     tuple_,
     union_all,
     update,
@@ -40,6 +39,7 @@ from graphstash_server.db.queries.shared import (
     KEY_COLUMNS,
     KEYED_ARTIFACT_COLUMNS,
     KNOWN_KINDS,
+    QUEUED_UNTIL,
     are_keys,
     artifact_of,
     insert_in,
@@ -402,8 +402,11 @@ async def _protect(
 
 
 async def unpin_artifacts(connection: AsyncConnection, keys: Sequence[StoredKey]) -> None:
-    """Remove the pins of artifacts of one namespace."""
-    await _set_of(connection, keys, "pinned_until", None, true())
+    """Remove the pins of artifacts of one namespace. Artifacts that a region still has to send to
+    its upstream stay pinned.
+    """
+    pinned = artifacts.c.pinned_until != QUEUED_UNTIL
+    await _set_of(connection, keys, "pinned_until", None, pinned)
 
 
 async def _set_of(

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Any, Final, TypeAlias
 
 from sqlalchemy import BindParameter, ColumnElement, FromClause, Table, and_, bindparam
@@ -19,6 +20,7 @@ __all__ = [
     "KEYED_ARTIFACT_COLUMNS",
     "KEY_COLUMNS",
     "KNOWN_KINDS",
+    "QUEUED_UNTIL",
     "Upsert",
     "are_keys",
     "artifact_of",
@@ -43,6 +45,10 @@ KNOWN_KINDS: Final = [kind.value for kind in ArtifactKind]
 
 KEY_COLUMNS: Final = ("namespace", "fingerprint", "kind", "device_type")
 """Columns of every primary key, in order."""
+
+QUEUED_UNTIL: Final = datetime(9000, 1, 1, tzinfo=UTC)
+"""End of the pin of an artifact that a region still has to send to its upstream. It tells this pin
+from a pin of an operator."""
 
 _KEY_PARAMETERS: Final = tuple(f"key_{name}" for name in KEY_COLUMNS)
 

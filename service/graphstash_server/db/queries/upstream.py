@@ -3,7 +3,7 @@ withdrawals that it has applied.
 """
 
 from collections.abc import Sequence
-from datetime import UTC, datetime
+from datetime import datetime, timedelta
 from typing import Final, NamedTuple
 
 from sqlalchemy import ColumnElement, and_, bindparam, delete, func, or_, select, update
@@ -11,10 +11,12 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Digest, Namespace
 from graphstash_schema.names import ListPosition
+from graphstash_schema.region import Publisher
 from graphstash_server.artifact import Artifact
 from graphstash_server.db.prepared import Prepared, Transaction
 from graphstash_server.db.queries.shared import (
     KEY_COLUMNS,
+    QUEUED_UNTIL,
     insert_in,
     insert_into,
     is_key,
@@ -54,6 +56,7 @@ __all__ = [
     "is_queued",
     "is_withdrawn_since",
     "list_positions",
+    "lock_position",
     "note_upstream_id",
     "prune_callers",
     "put_caller",
@@ -64,8 +67,8 @@ __all__ = [
 
 _UPSTREAM: Final = "upstream"
 
-_QUEUED_UNTIL: Final = datetime(9000, 1, 1, tzinfo=UTC)
-"""End of the pin of a queued artifact. It tells this pin from a pin of an operator."""
+_LONGEST_PAUSE: Final = timedelta(hours=1)
+"""Longer than a claim or a pause. A wrong clock has set a later attempt."""
 
 _QUEUE = Prepared(
     lambda dialect: (
@@ -75,7 +78,7 @@ _QUEUE = Prepared(
             index_elements=list(upstream_publishes.primary_key),
             set_={
                 name: bindparam(f"new_{name}", type_=upstream_publishes.c[name].type)
-                for name in ("sha256", "attempts", "next_at")
+                for name in ("sha256", "attempts", "next_at", "publisher")
             },
         )
     )
@@ -89,16 +92,37 @@ _PIN = Prepared(
 )
 
 
+_LOCK_POSITION = Prepared(
+    lambda _: (
+        select(upstream_namespaces.c.position)
+        .where(upstream_namespaces.c.namespace == bindparam("followed"))
+        .with_for_update()
+    )
+)
+_WITHDRAWN_SINCE = Prepared(
+    lambda _: (
+        select(withdrawals.c.number)
+        .where(
+            withdrawals.c.namespace == bindparam("of_namespace"),
+            withdrawals.c.number > bindparam("start"),
+            withdrawals.c.sha256 == bindparam("blob"),
+        )
+        .limit(1)
+    )
+)
+
+
 class QueuedPublish(NamedTuple):
     """An artifact to send to the upstream. `sha256` names the blob that was queued."""
 
     key: StoredKey
     sha256: str
     attempts: int
+    publisher: str
 
 
 async def queue_publishes(
-    connection: Transaction, rows: Sequence[Artifact], *, now: datetime
+    connection: Transaction, rows: Sequence[tuple[Artifact, Publisher]], *, now: datetime
 ) -> None:
     """Queue artifacts that this transaction has stored, and pin them until they are sent."""
     await _QUEUE.execute_all(
@@ -111,13 +135,14 @@ async def queue_publishes(
                     "sha256": row.digest.sha256,
                     "attempts": 0,
                     "next_at": now,
+                    "publisher": publisher.header,
                 },
             )
-            for row in rows
+            for row, publisher in rows
         ],
     )
     await _PIN.execute_all(
-        connection, [{**key_parameters(row.key), "until": _QUEUED_UNTIL} for row in rows]
+        connection, [{**key_parameters(row.key), "until": QUEUED_UNTIL} for row, _ in rows]
     )
 
 
@@ -127,14 +152,14 @@ async def claim_publishes(
     """Return publishes that are due, oldest first. No other process gets them before `until`."""
     table = upstream_publishes
     due = (
-        select(*(table.c[name] for name in (*KEY_COLUMNS, "sha256", "attempts")))
-        .where(table.c.next_at <= now)
+        select(*(table.c[name] for name in (*KEY_COLUMNS, "sha256", "attempts", "publisher")))
+        .where(or_(table.c.next_at <= now, table.c.next_at > now + _LONGEST_PAUSE))
         .order_by(table.c.next_at)
         .limit(limit)
         .with_for_update(skip_locked=True)
     )
     found = [
-        QueuedPublish(stored_key(row), row.sha256, row.attempts)
+        QueuedPublish(stored_key(row), row.sha256, row.attempts, row.publisher)
         for row in await connection.execute(due)
     ]
     if found:
@@ -150,7 +175,7 @@ async def end_publish(connection: AsyncConnection, key: StoredKey, digest: Diges
     sha256 = digest.sha256
     table = upstream_publishes
     await connection.execute(delete(table).where(is_key(table, key), table.c.sha256 == sha256))
-    pinned = (artifacts.c.sha256 == sha256, artifacts.c.pinned_until == _QUEUED_UNTIL)
+    pinned = (artifacts.c.sha256 == sha256, artifacts.c.pinned_until == QUEUED_UNTIL)
     await connection.execute(
         update(artifacts).where(is_key(artifacts, key), *pinned).values(pinned_until=None)
     )
@@ -260,6 +285,11 @@ async def add_position(
     await connection.execute(statement.on_conflict_do_nothing())
 
 
+async def lock_position(connection: Transaction, namespace: Namespace) -> None:
+    """Lock the position of a followed namespace until the commit. Lock nothing after it."""
+    await _LOCK_POSITION.fetch(connection, {"followed": namespace})
+
+
 async def put_position(
     connection: AsyncConnection, namespace: Namespace, position: ListPosition
 ) -> None:
@@ -269,16 +299,11 @@ async def put_position(
 
 
 async def is_withdrawn_since(
-    connection: AsyncConnection, namespace: Namespace, digest: Digest, *, start: int
+    connection: Transaction, namespace: Namespace, digest: Digest, *, start: int
 ) -> bool:
     """Return whether this server's list has a withdrawal of a blob after a number."""
-    table = withdrawals
-    found = select(table.c.number).where(
-        table.c.namespace == namespace,
-        table.c.number > start,
-        table.c.sha256 == digest.sha256,
-    )
-    return (await connection.execute(found.limit(1))).first() is not None
+    given = {"of_namespace": namespace, "start": start, "blob": digest.sha256}
+    return bool(await _WITHDRAWN_SINCE.fetch(connection, given))
 
 
 async def has_artifacts(connection: AsyncConnection) -> bool:

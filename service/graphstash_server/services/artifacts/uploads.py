@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 from graphstash_schema import AuditAction, Digest, ErrorCode, Namespace, NamespacePolicy, WriteMode
+from graphstash_schema.region import Publisher
 from graphstash_schema.withdrawals import WithdrawalCause
 from graphstash_server.actor import Actor
 from graphstash_server.artifact import Artifact
@@ -40,7 +41,11 @@ from graphstash_server.db.queries.deletions import (
 )
 from graphstash_server.db.queries.leases import end_leases
 from graphstash_server.db.queries.locks import end_pause, pause, share_blobs
-from graphstash_server.db.queries.upstream import queue_publishes
+from graphstash_server.db.queries.upstream import (
+    is_withdrawn_since,
+    lock_position,
+    queue_publishes,
+)
 from graphstash_server.db.queries.usage import UsageChange, add_usage
 from graphstash_server.db.queries.withdrawals import add_withdrawals
 from graphstash_server.errors import ServerError
@@ -54,7 +59,14 @@ from graphstash_server.services.namespaces import check_writable
 from graphstash_server.services.wait_queue import Notification, WaitQueue
 from graphstash_server.storage import BlobStore
 
-__all__ = ["Commit", "CommitBatcher", "Upload", "UploadService", "withheld"]
+__all__ = [
+    "Commit",
+    "CommitBatcher",
+    "Upload",
+    "UploadService",
+    "WithdrawnMeanwhileError",
+    "withheld",
+]
 
 _MAX_BATCH = 64
 """Maximum uploads of one transaction: a few milliseconds of work for one wait for the disk."""
@@ -73,7 +85,10 @@ class Upload:
         compile_seconds: seconds that the publisher took to compile, and that a hit saves.
         toolchain: compiler that made the artifact; empty if unknown.
         only_if_absent: refuse even the same bytes if the key has an artifact (`If-None-Match: *`).
-        is_forwarded: queue the artifact for the upstream of this region.
+        publisher: whose rights the upstream of this region checks when it gets the artifact. None
+            if the artifact does not go to an upstream.
+        copied_after: for a copy from the upstream, the number of the last withdrawal before the
+            upstream was asked. A later withdrawal of the same bytes makes the commit fail.
     """
 
     key: StoredKey
@@ -85,7 +100,8 @@ class Upload:
     actor: Actor
     policy: NamespacePolicy
     job: str = ""
-    is_forwarded: bool = False
+    publisher: Publisher | None = None
+    copied_after: int | None = None
 
     @property
     def replaces(self) -> bool:
@@ -253,6 +269,12 @@ class CommitBatcher:
         return _Times(self.clock(), self.plausible_clock())
 
 
+class WithdrawnMeanwhileError(Exception):
+    """The upstream has withdrawn the bytes of a copy since the region asked for it. Not a
+    `ServerError`, so the other uploads of the batch are committed.
+    """
+
+
 class _NotStoredNowError(Exception):
     """A blob is absent, or the check would block."""
 
@@ -313,11 +335,27 @@ async def _store_all(
         await notify(connection, payloads)
         replaced = [(row.key, row.digest) for _, row in stored if row is not None]
         await add_deletions(connection, [digest for _, digest in replaced])
-        if forwarded := [row for upload, row in new if upload.is_forwarded]:
-            await queue_publishes(connection, forwarded, now=times.now)
+        queued = [(row, upload.publisher) for upload, row in new if upload.publisher is not None]
+        if queued:
+            await queue_publishes(connection, queued, now=times.now)
         await add_audit(connection, [_record(*each, times.now) for each in stored])
         await add_withdrawals(connection, replaced, cause=WithdrawalCause.REPLACED, now=times.now)
+        await _refuse_withdrawn(connection, [upload for upload, _ in new])
     return outcomes
+
+
+async def _refuse_withdrawn(connection: Transaction, uploads: Sequence[Upload]) -> None:
+    """Roll back if a copy was withdrawn while it was downloaded.
+
+    The follower takes the same lock when it adds a withdrawal. So either this transaction finds the
+    withdrawal, or the follower waits for this transaction and then deletes the artifact.
+    """
+    copies = [(each, each.copied_after) for each in uploads if each.copied_after is not None]
+    if copies:
+        await lock_position(connection, copies[0][0].key.namespace)
+    for upload, number in copies:
+        if await is_withdrawn_since(connection, upload.key.namespace, upload.digest, start=number):
+            raise WithdrawnMeanwhileError(upload.key.key)
 
 
 async def _blobs_to_replace(connection: Transaction, uploads: Sequence[Upload]) -> list[Digest]:

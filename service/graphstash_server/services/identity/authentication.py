@@ -215,6 +215,7 @@ def _known(row: TokenRow | None) -> KnownToken | None:
         expires_at=row.info.expires_at,
         issuer=row.info.issuer,
         subject=row.info.created_by if row.info.issuer is not None else "",
+        token=row.info.id,
     )
     return KnownToken(principal, row.secret_sha256)
 

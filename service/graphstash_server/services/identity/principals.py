@@ -27,6 +27,7 @@ class Principal:
         name: name in the audit log: printable, at most `MAX_ACTOR_CHARACTERS`.
         issuer: identity provider that vouches for the caller, or None.
         subject: identity in the JWT that was exchanged for this token. Empty without an exchange.
+        token: id of the caller's token. None for other callers.
     """
 
     kind: AccessKind
@@ -35,6 +36,7 @@ class Principal:
     expires_at: datetime | None = None
     issuer: str | None = None
     subject: str = ""
+    token: str | None = None
 
     @classmethod
     def of(
@@ -46,11 +48,12 @@ class Principal:
         expires_at: datetime | None = None,
         issuer: str | None = None,
         subject: str = "",
+        token: str | None = None,
     ) -> Self:
         """Return a caller with a name from outside, made safe for logs and terminals."""
         printable = "".join(each if each.isprintable() else "?" for each in name)
         short = printable[:MAX_ACTOR_CHARACTERS]
-        return cls(kind, short, tuple(grants), expires_at, issuer, subject)
+        return cls(kind, short, tuple(grants), expires_at, issuer, subject, token)
 
     @property
     def party(self) -> str:
@@ -70,6 +73,8 @@ class Principal:
             grants=self.grants,
             expires_at=self.expires_at,
             issuer=self.issuer,
+            subject=self.subject or None,
+            token=self.token,
         )
 
     @property
