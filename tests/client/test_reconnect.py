@@ -225,6 +225,13 @@ def test_request_with_partial_or_late_answer_is_not_retried(transport_to, end):
     assert len(server.heard) == 2
 
 
+def test_call_to_an_invalid_host_raises_a_cache_error():
+    with closing(Transport(ClientConfig.load({}, url="http://10.0.0.256:8080"))) as transport:
+        error = refusal(transport.call, "GET", "/x")
+    assert error.reason is Reason.PROTOCOL
+    assert "10.0.0.256" in str(error)
+
+
 def test_a_name_with_two_addresses_is_reached_by_either(monkeypatch):
     """The name also has an IPv6 address, on which the server does not listen."""
     places = [(socket.AF_INET6, ("::1", 0, 0, 0)), (socket.AF_INET, ("127.0.0.1", 0))]

@@ -254,10 +254,9 @@ class Transport:
             headers = {**headers, "Authorization": f"Bearer {token}"}
         is_answered = False
         try:
-            client, _ = self._client.connected()
             with (
                 named_failures(self._config.url),
-                client.stream(
+                self._client.connected()[0].stream(
                     method,
                     path,
                     headers=headers,

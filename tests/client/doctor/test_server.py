@@ -22,6 +22,9 @@ def test_unresolvable_name_and_dead_socket_are_distinguished(tmp_path):
     assert line(findings, "local tier").state == State.OK
     findings = diagnose("http://cache..internal:8077")  # Python cannot encode it for DNS
     expect(findings, "connection", State.FAIL, found="cache..internal has no address")
+    findings = diagnose("http://10.0.0.256:8077")
+    expect(findings, "connection", State.FAIL, found="10.0.0.256", advice="GRAPHSTASH_URL")
+    assert line(findings, "token").state == State.SKIPPED
     findings = diagnose(f"unix:{tmp_path}/socket")
     finding = expect(findings, "connection", State.FAIL, advice="graphstash serve")
     assert f"unix:{tmp_path}/socket" in finding.found

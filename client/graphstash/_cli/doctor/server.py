@@ -80,6 +80,7 @@ class _Wire:
 
         Raises:
             httpx.HTTPError: no complete response arrived in time.
+            httpx.InvalidURL: the URL of the settings has an invalid host.
         """
         config = self._config
         first_byte_seconds = config.first_byte_seconds + patience_seconds
@@ -115,6 +116,9 @@ def check_server(config: ClientConfig) -> Topic[bool]:
 def _check_protocol(config: ClientConfig, wire: _Wire) -> Topic[_Response | None]:
     try:
         response = wire.get("/healthz")
+    except httpx.InvalidURL as error:
+        yield fail("connection", f"{config.url}: {error}", "correct GRAPHSTASH_URL")
+        return None
     except httpx.HTTPError as error:
         yield _no_answer(config, error)
         return None
