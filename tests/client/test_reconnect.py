@@ -2,11 +2,14 @@
 
 import socket
 import struct
+import sys
 import threading
 from contextlib import ExitStack, closing, suppress
 from enum import StrEnum
+from pathlib import Path
 from socketserver import StreamRequestHandler, ThreadingTCPServer
 
+import httpx
 import pytest
 
 from graphstash import ClientConfig, Stash
@@ -40,6 +43,7 @@ class Forgetful(ThreadingTCPServer):
 
     Attributes:
         heard: head and body of every request that was read, in order.
+        sockets: socket of every connection, in order.
     """
 
     daemon_threads = True
@@ -48,6 +52,7 @@ class Forgetful(ThreadingTCPServer):
         super().__init__(("127.0.0.1", 0), Connection)
         self.end, self.kept, self.answer = end, kept, ANSWER
         self.heard: list[bytes] = []
+        self.sockets: list[socket.socket] = []
         self.connections = 0
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
@@ -63,6 +68,7 @@ class Forgetful(ThreadingTCPServer):
 class Connection(StreamRequestHandler):
     def handle(self):
         self.server.connections += 1
+        self.server.sockets.append(self.request)
         kept = self.server.kept
         with suppress(OSError):
             while request := self._read():
@@ -145,6 +151,58 @@ def test_wait_for_one_of_16_connections_is_bounded(transport_to):
         running.close()
         assert transport.call("GET", "/x").body == b"ok"
         assert server.connections == 16 + 1  # the bodies of the first 16 were not read
+
+
+def test_dropped_responses_do_not_count_as_running_requests(transport_to):
+    with Forgetful(End.CLOSE, kept=9) as server:
+        transport = transport_to(server, first_byte_seconds=0.2)
+        client, _ = transport._client.connected()
+        for _ in range(17):
+            client.stream("GET", "/x", timeout=httpx.Timeout(30.0), deadline=Deadline(60))
+        assert transport.call("GET", "/x").body == b"ok"
+
+
+def closed_by_server(server):
+    """Return how many connections the server has closed and the client has not."""
+    port = f":{server.server_address[1]:04X}"
+    rows = map(str.split, Path("/proc/self/net/tcp").read_text().splitlines())
+    close_wait = "08"  # https://docs.kernel.org/networking/proc_net_tcp.html
+    return sum(row[2].endswith(port) and row[3] == close_wait for row in rows)
+
+
+def test_each_idle_connection_that_the_server_closed_is_closed(transport_to):
+    with Forgetful(End.CLOSE, kept=9) as server:
+        transport = transport_to(server)
+        with ExitStack() as running:
+            for _ in range(3):
+                _, chunks = running.enter_context(transport.download("/x", deadline=Deadline(60)))
+                assert b"".join(chunks) == b"ok"
+        for each in server.sockets:
+            if each is not server.sockets[0]:  # which became idle last
+                each.shutdown(socket.SHUT_RDWR)
+        assert closed_by_server(server) == 2
+        assert transport.call("GET", "/x").body == b"ok"
+        assert server.connections == 3
+        assert closed_by_server(server) == 0
+
+
+def test_signal_handler_may_take_the_last_idle_connection_during_close(transport_to):
+    with Forgetful(End.CLOSE, kept=9) as server, ExitStack() as running:
+        transport = transport_to(server)
+        transport.call("GET", "/x")
+        _, pool = transport._client.connected()
+
+        def handle(_frame, event, function):
+            if event == "c_call" and function.__name__ == "pop":
+                running.enter_context(transport.download("/x", deadline=Deadline(60)))
+
+        sys.setprofile(handle)
+        try:
+            pool.close()
+        finally:
+            sys.setprofile(None)
+        assert len(server.heard) == 2
+        assert server.connections == 1
 
 
 def upload(transport, text):

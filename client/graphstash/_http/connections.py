@@ -80,27 +80,28 @@ class DeadlineTransport(httpx.BaseTransport):
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         """Send a request and read the response's status and headers."""
-        self._take_turn(request)
+        body = _Body(self._give_back)
         try:
+            self._take_turn(request, body)
             origin = _origin_of(request.url)
             kept = self._kept(origin)
             if kept is None:
-                return self._exchange(self._connect(origin, request), request)
+                return self._exchange(self._connect(origin, request), request, body)
             try:
-                return self._exchange(kept, request)
+                return self._exchange(kept, request, body)
             except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError) as error:
                 if kept.is_answered:
                     raise
                 first = error
             try:
-                response = self._exchange(self._connect(origin, request), request)
+                response = self._exchange(self._connect(origin, request), request, body)
             except httpx.TransportError as error:
                 if isinstance(request.stream, httpx.ByteStream):
                     raise
                 # "Not connected" would mean that the server stores nothing of the upload.
                 raise first from error
         except BaseException:
-            self._free.put(None)
+            body.close()
             raise
         response.extensions[REPEATED] = True
         return response
@@ -108,12 +109,22 @@ class DeadlineTransport(httpx.BaseTransport):
     def close(self) -> None:
         """Close the idle connections now, and others at the end of their requests."""
         self._is_closed = True
-        while self._idle:
-            self._idle.pop().close()
+        self._close_oldest(0)
 
-    def _take_turn(self, request: httpx.Request) -> None:
-        with suppress(Empty):
+    def _close_oldest(self, most: int) -> None:
+        """Keep at most `most` idle connections."""
+        with suppress(IndexError):  # a signal handler or another thread may take the last one
+            while len(self._idle) > most:
+                self._idle.pop(0).close()
+
+    def _take_turn(self, request: httpx.Request, body: "_Body") -> None:
+        # Set it first: a signal handler may raise as soon as the turn is taken.
+        body.has_turn = True
+        try:
             self._free.get_nowait()
+        except Empty:
+            body.has_turn = False
+        else:
             return
         seconds = request.extensions["timeout"]["pool"]
         try:
@@ -121,18 +132,25 @@ class DeadlineTransport(httpx.BaseTransport):
                 self._free.get(timeout=request.extensions["deadline"].bound(seconds))
         except Empty:
             raise httpx.PoolTimeout(f"{_MAX_CONNECTIONS} requests are running") from None
+        body.has_turn = True
 
     def _kept(self, origin: _Origin) -> "_Connection | None":
+        """Take the newest usable connection, and close each idle one that is not usable."""
+        found = None
         for connection in self._idle[::-1]:
-            if connection.origin == origin:
-                try:
-                    self._idle.remove(connection)
-                except ValueError:  # another thread took it
-                    continue
-                if connection.is_usable:
-                    return connection
+            try:
+                self._idle.remove(connection)
+            except ValueError:  # another thread took it
+                continue
+            if not connection.is_usable:
                 connection.close()
-        return None
+            elif found is None and connection.origin == origin:
+                found = connection
+            else:
+                self._idle.insert(0, connection)  # keeps the order
+        if self._is_closed:
+            self._close_oldest(0)
+        return found
 
     def _connect(self, origin: _Origin, request: httpx.Request) -> "_Connection":
         scheme, host, port = origin
@@ -148,27 +166,32 @@ class DeadlineTransport(httpx.BaseTransport):
             origin, connect_tcp(host, port, context=context, seconds=seconds, deadline=deadline)
         )
 
-    def _exchange(self, connection: "_Connection", request: httpx.Request) -> httpx.Response:
+    def _exchange(
+        self, connection: "_Connection", request: httpx.Request, body: "_Body"
+    ) -> httpx.Response:
         try:
             status, headers = connection.exchange(request)
         except BaseException:
             connection.close()
             raise
+        body.connection = connection
         return httpx.Response(
-            status,
-            headers=headers,
-            stream=_Body(connection, self._give_back),
-            extensions={TLS: connection.tls},
+            status, headers=headers, stream=body, extensions={TLS: connection.tls}
         )
 
-    def _give_back(self, connection: "_Connection") -> None:
-        if connection.finish() and not self._is_closed:
-            self._idle.append(connection)
-            if len(self._idle) > _MAX_CONNECTIONS:  # of several origins
-                self._idle.pop(0).close()
-        else:
-            connection.close()
-        self._free.put(None)
+    def _give_back(self, connection: "_Connection | None") -> None:
+        """End a turn, and keep its connection if another request can use it."""
+        try:
+            if connection is not None and connection.finish():
+                self._idle.append(connection)
+                if self._is_closed:
+                    self._close_oldest(0)
+                elif len(self._idle) > _MAX_CONNECTIONS:  # of several origins
+                    self._close_oldest(_MAX_CONNECTIONS)
+            elif connection is not None:
+                connection.close()
+        finally:
+            self._free.put(None)
 
 
 class _Connection:
@@ -276,17 +299,27 @@ class _Connection:
 
 
 class _Body(httpx.SyncByteStream):
-    def __init__(self, connection: _Connection, give_back: Callable[[_Connection], None]) -> None:
-        self._connection = connection
-        self._give_back: Callable[[_Connection], None] | None = give_back
+    """Body of a response. Closing or dropping it ends the turn of its request.
+
+    Attributes:
+        has_turn: whether the request counts as running.
+        connection: connection that the body arrives on, or None before the response's head.
+    """
+
+    def __init__(self, give_back: Callable[[_Connection | None], None]) -> None:
+        self.has_turn = False
+        self.connection: _Connection | None = None
+        self._give_back = give_back
 
     def __iter__(self) -> Iterator[bytes]:
-        return self._connection.body()
+        return iter(()) if self.connection is None else self.connection.body()
 
     def close(self) -> None:
-        give_back, self._give_back = self._give_back, None
-        if give_back is not None:
-            give_back(self._connection)
+        has_turn, self.has_turn = self.has_turn, False
+        if has_turn:
+            self._give_back(self.connection)
+
+    __del__ = close
 
 
 class ProcessClient:
