@@ -1,9 +1,18 @@
 """HTTPS with real certificates. The client checks the server's, and shows its own only to it."""
 
 import datetime as dt
+import os
 import re
-from contextlib import ExitStack, closing
+import select
+import socket
+import ssl
+import sys
+import threading
+from contextlib import ExitStack, closing, contextmanager, suppress
+from pathlib import Path
+from textwrap import dedent
 
+import httpx
 import pytest
 from cryptography.hazmat.primitives.serialization import (
     BestAvailableEncryption,
@@ -14,10 +23,12 @@ from cryptography.hazmat.primitives.serialization import (
 
 from graphstash import ClientConfig, ConfigError, Reason, Stash
 from graphstash._http.client import ServerClient
+from graphstash._http.deadline import Deadline
+from graphstash._http.sockets import connect_tcp
 from support.authority import Authority
 from support.host import METADATA, key
 from support.listener import Listener
-from support.processes import python
+from support.processes import captured, python, started
 from support.refusals import refusal
 from support.waiting import PATIENT, PATIENT_VARIABLES
 
@@ -183,3 +194,104 @@ def test_job_with_wrong_certificate_trains_without_cache(secure, tmp_path):
     assert result.stdout.splitlines()[0] == "trained"
     assert "'tls': " in result.stdout
     assert result.stderr.count("GRAPHSTASH_CA_FILE") == 1
+
+
+@contextmanager
+def silent(context):
+    """Yield the URL of a server for one connection that answers no request, and an event that is
+    set once a request has arrived.
+    """
+    asked = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve():
+            connection, _ = listener.accept()
+            with suppress(OSError), context.wrap_socket(connection, server_side=True) as secure:
+                while secure.recv(4096):
+                    asked.set()
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"https://127.0.0.1:{listener.getsockname()[1]}", asked
+        thread.join()
+
+
+def test_timeout_is_waited_once(authority, tmp_path):
+    context = authority.context()
+    context.num_tickets = 0  # they would end the first wait
+    program = """
+        import os
+        from graphstash import CacheError, ClientConfig
+        from graphstash._http.client import ServerClient
+        try:
+            ServerClient(ClientConfig.load(os.environ)).server_stats()
+        except CacheError as error:
+            print(error.reason)
+    """
+    log = tmp_path / "calls"
+    with silent(context) as (url, _):
+        variables = {
+            "GRAPHSTASH_URL": url,
+            "GRAPHSTASH_CA_FILE": str(authority.file),
+            "GRAPHSTASH_CONNECT_SECONDS": "30",
+            "GRAPHSTASH_FIRST_BYTE_SECONDS": "0.3",
+        }
+        command = ("strace", "-e", "poll,ppoll", "-o", log, sys.executable, "-c", dedent(program))
+        outcome = captured(command, check=True, env=os.environ | variables)
+    assert outcome.stdout == "timeout\n"
+    assert log.read_text().count("(Timeout)") == 1
+
+
+def test_fork_does_not_wait_for_an_answer_over_a_new_connection(authority):
+    """The server sends session tickets, which are no answer."""
+    program = """
+        import os, threading
+        from graphstash import ClientConfig
+        from graphstash._forking import _slow, unforked
+        from graphstash._http.client import ServerClient
+
+        client = ServerClient(ClientConfig.load(os.environ))
+
+        def ask():
+            with unforked():
+                client.server_stats()
+
+        threading.Thread(target=ask, daemon=True).start()
+        input()
+        for _ in range(20):  # the first ones may meet the end of a wait
+            if (child := os.fork()) == 0:
+                os._exit(0)
+            os.waitpid(child, 0)
+        print(len(_slow), flush=True)
+        os._exit(0)
+    """
+    with silent(authority.context()) as (url, asked):
+        variables = {"GRAPHSTASH_URL": url, "GRAPHSTASH_CA_FILE": authority.file}
+        with started(program, **PATIENT_VARIABLES | variables) as process:
+            assert asked.wait(60)
+            output, _ = process.communicate("\n")
+    assert output == "0\n"
+
+
+def test_connection_is_closed_if_the_deadline_passes_before_its_handshake():
+    class Ending(Deadline):
+        """Ends once the kernel has connected."""
+
+        def bound(self, seconds):
+            if select.select([listener], [], [], 0)[0]:
+                self.shorten(0)
+            return super().bound(seconds)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        open_files = {*Path("/proc/self/fd").iterdir()}
+        port = listener.getsockname()[1]
+        with pytest.raises(httpx.ReadTimeout) as caught:  # whose traceback holds the socket
+            connect_tcp(
+                "127.0.0.1",
+                port,
+                context=ssl.create_default_context(),
+                seconds=30,
+                deadline=Ending(60),
+            )
+        assert {*Path("/proc/self/fd").iterdir()} == open_files
+        assert caught.traceback

@@ -7,9 +7,12 @@ import select
 import socket
 import ssl
 import threading
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
-from typing import Final
+from time import monotonic
+from typing import Final, TypeVar
 
 from graphstash._forking import forkable
 from graphstash._http.deadline import Deadline
@@ -25,6 +28,8 @@ _READ_BYTES: Final = 128 * 1024
 """Maximum bytes of one read. Larger pieces do not fit into the processor's cache."""
 
 _WRITE_BYTES: Final = 64 * 1024
+
+_T = TypeVar("_T")
 
 
 class Stream:
@@ -47,10 +52,13 @@ class Stream:
         Raises:
             httpx.TransportError: no byte arrives in time, or the connection fails.
         """
+        most, seconds = min(most, _READ_BYTES), deadline.bound(seconds)
         try:
-            with self._waiting(select.POLLIN, seconds, deadline):
-                self._limit(deadline.bound(seconds))
-                return self._socket.recv(min(most, _READ_BYTES))
+            if self.tls is not None:
+                return _over_tls(self.tls, partial(self.tls.recv, most), seconds)
+            with forkable():
+                self._limit(seconds)
+                return self._socket.recv(most)
         except TimeoutError as error:
             raise httpx.ReadTimeout(str(error)) from error
         except OSError as error:
@@ -67,9 +75,13 @@ class Stream:
             while left:
                 # The timeout restarts whenever the kernel accepts a part. Small pieces keep it
                 # accurate.
-                with self._waiting(select.POLLOUT, seconds, deadline):
-                    self._limit(deadline.bound(seconds))
-                    sent = self._socket.send(left[:_WRITE_BYTES])
+                piece, bounded = left[:_WRITE_BYTES], deadline.bound(seconds)
+                if self.tls is not None:
+                    sent = _over_tls(self.tls, partial(self.tls.send, piece), bounded)
+                else:
+                    with forkable():
+                        self._limit(bounded)
+                        sent = self._socket.send(piece)
                 left = left[sent:]
         except TimeoutError as error:
             raise httpx.WriteTimeout(str(error)) from error
@@ -89,19 +101,30 @@ class Stream:
             self._socket.settimeout(seconds)
             self._timeout = seconds
 
-    def _waiting(
-        self, event: int, seconds: float, deadline: Deadline
-    ) -> AbstractContextManager[None]:
-        """Allow forks while waiting for the socket, but not inside OpenSSL."""
-        if self.tls is None:
-            return forkable()
-        if not self.tls.pending():
-            ready = select.poll()
-            ready.register(self._socket, event)
-            bounded = deadline.bound(seconds)
-            with forkable():
-                ready.poll(1000 * bounded)
-        return nullcontext()
+
+def _over_tls(connection: ssl.SSLSocket, operation: Callable[[], _T], seconds: float) -> _T:
+    """Return the result of an operation on a non-blocking socket. Allow forks while it waits for
+    the network, but not inside OpenSSL.
+
+    Raises:
+        TimeoutError: the operation does not end within `seconds`.
+        OSError: the operation failed.
+    """
+    end = monotonic() + seconds
+    while True:
+        try:
+            return operation()
+        except ssl.SSLWantReadError:
+            event = select.POLLIN
+        except ssl.SSLWantWriteError:
+            event = select.POLLOUT
+        network = select.poll()
+        network.register(connection, event)
+        left = end - monotonic()
+        with forkable():
+            is_ready = left > 0 and network.poll(1000 * left)
+        if not is_ready:
+            raise TimeoutError("timed out")
 
 
 def connect_tcp(
@@ -121,13 +144,20 @@ def connect_tcp(
         connection = _connected(last, port, deadline.bound(seconds))
     if context is None:
         return Stream(connection)
-    try:
-        context.set_alpn_protocols(["http/1.1"])
-        connection.settimeout(deadline.bound(seconds))
-        return Stream(context.wrap_socket(connection, server_hostname=host))
-    except OSError as error:
-        connection.close()
-        raise _failure(error) from error
+    with ExitStack() as undo:
+        undo.callback(connection.close)
+        bounded = deadline.bound(seconds)
+        try:
+            tls = context.wrap_socket(
+                connection, server_hostname=host, do_handshake_on_connect=False
+            )
+            undo.callback(tls.close)
+            tls.settimeout(0)
+            _over_tls(tls, tls.do_handshake, bounded)
+        except OSError as error:
+            raise _failure(error) from error
+        undo.pop_all()
+    return Stream(tls)
 
 
 def connect_unix(path: Path, *, seconds: float, deadline: Deadline) -> Stream:
@@ -162,7 +192,11 @@ def _connected(address: str, port: int, seconds: float) -> socket.socket:
     try:
         with forkable():
             connection = socket.create_connection((address, port), seconds)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except BaseException:
+            connection.close()
+            raise
     except OSError as error:
         raise _failure(error) from error
     return connection

@@ -85,6 +85,7 @@ def _context_with(ca_file: Path | None, *, is_exclusive: bool) -> ssl.SSLContext
         context = ssl.create_default_context(cafile=ca_file if is_exclusive else None)
         if ca_file is not None and not is_exclusive:
             context.load_verify_locations(ca_file)
+        context.set_alpn_protocols(["http/1.1"])
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"GRAPHSTASH_CA_FILE={ca_file}: {_reason_of(error)}; expected certificates in PEM"
