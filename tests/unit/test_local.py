@@ -483,3 +483,40 @@ def test_readers_get_whole_files_only(tmp_path):
             add(tier, 1, content)
         stop.set()
         assert set().union(*(reader.result(60) for reader in readers)) <= {None, *contents}
+
+
+def test_lines_of_a_run_are_read_after_other_code_closed_all_files(tmp_path):
+    program = """
+        import os, sys
+        from pathlib import Path
+        from graphstash._artifacts.run_folder import SharedLines
+
+        os.chdir(sys.argv[1])
+        lines = SharedLines(Path("lines"))
+        lines.append("1\\n")
+        print(lines.added())
+        os.closerange(3, 64)
+        Path("other").write_text("of other code")
+        others = [os.open("other", os.O_RDONLY) for _ in range(3, 64)]
+        lines.append("2\\n")
+        print(lines.added())
+        del lines
+        for each in others:
+            os.fstat(each)
+    """
+    done = python(program, tmp_path, check=True)
+    assert (done.stdout, done.stderr) == ("['1']\n['2']\n", "")
+
+
+def test_pipe_in_place_of_the_lines_of_a_run_does_not_block(tmp_path):
+    os.mkfifo(tmp_path / "lines")
+    program = """
+        import signal, sys
+        from pathlib import Path
+        from graphstash._artifacts.run_folder import SharedLines
+
+        signal.alarm(30)
+        lines = SharedLines(Path(sys.argv[1]))
+        print(lines.append("1\\n"), lines.added())
+    """
+    assert python(program, tmp_path / "lines", check=True).stdout == "False []\n"

@@ -13,13 +13,16 @@ from time import time
 from typing import Final
 
 from graphstash import _held_folder
-from graphstash._forking import close_unshared, open_unshared
+from graphstash._forking import close_unshared, is_of, open_unshared
 from graphstash._held_folder import UNLOCKED_SECONDS
 
 __all__ = ["Claim", "SharedLines", "claim", "remove_unless_held"]
 
 _MAX_READ_BYTES: Final = 4 * 1024**2
 """Maximum bytes that a process reads at a time of a file that its run shares."""
+
+_SAFE_FLAGS: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+"""Open no link, and do not wait for the other end of a pipe."""
 
 
 class Claim:
@@ -60,7 +63,7 @@ class SharedLines:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
-        self._descriptor: int | None = None
+        self._opened: tuple[int, os.stat_result | None] = (-1, None)
         self._read_bytes = 0
 
     def append(self, text: str) -> bool:
@@ -69,8 +72,8 @@ class SharedLines:
             return True
         content = text.encode()
         with suppress(OSError):
-            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            descriptor = os.open(self._path, flags, 0o600)
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            descriptor = os.open(self._path, flags | _SAFE_FLAGS, 0o600)
             try:
                 # One write, so that lines of processes do not interleave.
                 return os.write(descriptor, content) == len(content)
@@ -84,19 +87,35 @@ class SharedLines:
             return []
         start = self._read_bytes
         try:
-            if self._descriptor is None:
-                self._descriptor = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-                closing = weakref.finalize(self, os.close, self._descriptor)
-                closing.atexit = False  # the kernel closes it at process exit
-            size = os.fstat(self._descriptor).st_size
+            descriptor, file = self._opened
+            try:
+                status = os.fstat(descriptor)
+            except OSError:
+                file = None
+            if file is None or not os.path.samestat(status, file):
+                # For the first time, or because other code closed all files of this process.
+                descriptor, status = self._open(self._path)
+            size = status.st_size
             if size <= start:
                 return []
-            added = os.pread(self._descriptor, min(size - start, _MAX_READ_BYTES), start)
+            added = os.pread(descriptor, min(size - start, _MAX_READ_BYTES), start)
         except OSError:
             return []
         whole = added[: added.rfind(b"\n") + 1]
         self._read_bytes = start + len(whole)
         return list(filter(None, whole.decode("ascii", "replace").split("\n")))
+
+    def _open(self, path: Path) -> tuple[int, os.stat_result]:
+        descriptor = os.open(path, os.O_RDONLY | _SAFE_FLAGS)
+        self._opened = opened = descriptor, os.fstat(descriptor)
+        closing = weakref.finalize(self, _close, *opened)
+        closing.atexit = False  # the kernel closes it at process exit
+        return opened
+
+
+def _close(descriptor: int, file: os.stat_result) -> None:
+    if is_of(descriptor, file):  # other code may have closed it, and reused its number
+        os.close(descriptor)
 
 
 def claim(path: Path) -> Claim | None:
