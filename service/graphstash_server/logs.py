@@ -33,16 +33,17 @@ _INDENT: Final = "    "
 class EscapingFormatter(logging.Formatter):
     """Formats an entry as one line of text. Traceback lines follow, indented."""
 
-    _second = -1
-    _text = ""  # of `_second`
+    _written = (-1, "")
+    """The latest second, and its text. One object, because several threads log."""
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:  # noqa: N802 - logging's name
         """Format the time. Build the text of a second once, which takes longer than the rest."""
         second = int(record.created)
-        if second != self._second:
-            self._second = second
-            self._text = time.strftime(datefmt or self.default_time_format, self.converter(second))
-        return f"{self._text},{int(record.msecs):03d}"
+        written, text = self._written
+        if second != written:
+            text = time.strftime(datefmt or self.default_time_format, self.converter(second))
+            self._written = second, text
+        return f"{text},{int(record.msecs):03d}"
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         """Escape the entry's line."""
