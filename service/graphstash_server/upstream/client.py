@@ -1,7 +1,8 @@
 """UpstreamClient: calls of a region to its upstream.
 
 Every wait is bounded. A call without an answer marks the upstream as down. Until a probe marks it
-as up (`following`), calls fail at once, so that a dead upstream delays no request.
+as up (`following`), calls fail at once, so that a dead upstream delays no request. A busy upstream,
+or a wait for one of this server's own connections, does not mark the upstream as down.
 """
 
 import asyncio
@@ -35,13 +36,16 @@ from graphstash_server.keys import StoredKey
 from graphstash_server.services.counters import Counters
 from graphstash_server.settings import Settings
 
-__all__ = ["Answer", "UpstreamClient", "UpstreamError"]
+__all__ = ["MAX_IDENTIFYING", "Answer", "UpstreamBusyError", "UpstreamClient", "UpstreamError"]
 
 _LOGGER = logging.getLogger(__name__)
 
 _CONNECT_SECONDS: Final = 2.0
 _IDLE_SECONDS: Final = 10.0
 """Seconds that a transfer may pause."""
+
+_COMMIT_SECONDS: Final = 30.0
+"""Seconds in which the upstream commits an upload, in addition to those for an answer."""
 
 _MIN_BYTES_PER_SECOND: Final = 128 * 1024
 """Minimum mean rate of a transfer, beyond half a minute."""
@@ -50,6 +54,11 @@ _MAX_ANSWER_BYTES: Final = 8 * 1024**2
 """Maximum size of an answer that is not an artifact: ten thousand namespaces take a megabyte."""
 
 _MAX_CONNECTIONS: Final = 64
+_MAX_POLLS: Final = 512
+"""Concurrent long polls, which occupy connections of their own for seconds."""
+
+MAX_IDENTIFYING: Final = 40
+"""Callers to identify at the same time. Their pool has one more connection, for probes."""
 
 _FAILURES: Final = (httpx.HTTPError, httpx.InvalidURL, TimeoutError, OSError)
 
@@ -57,11 +66,17 @@ M = TypeVar("M", bound=BaseModel)
 
 
 class UpstreamError(Exception):
-    """The upstream does not answer, or answers as no upstream does. The region does without."""
+    """The upstream does not answer, or its answer is not valid."""
+
+
+class UpstreamBusyError(UpstreamError):
+    """The upstream asks to retry later, or all connections of a pool are in use. Other calls may
+    succeed.
+    """
 
 
 class Answer(NamedTuple):
-    """An answer with a status below 500."""
+    """An answer with a status below 500, or with 507: the upstream has no room."""
 
     status: int
     body: bytes
@@ -75,7 +90,7 @@ class Answer(NamedTuple):
 
 
 class UpstreamClient:
-    """A connection pool to one upstream.
+    """Connections to one upstream. Short questions and long polls have pools of their own.
 
     Attributes:
         url: the upstream, without a slash at the end.
@@ -96,21 +111,15 @@ class UpstreamClient:
         self._counters = counters
         self._token = settings.upstream_token
         self._answer_seconds = settings.upstream_answer_seconds
-        self._http = httpx.AsyncClient(
-            base_url=self.url,
-            headers={
-                HEADER_PROTOCOL: str(PROTOCOL_VERSION),
-                "User-Agent": f"graphstash/{__version__}",
-                "Accept-Encoding": "identity",
-            },
-            verify=_tls(settings),
-            timeout=self._timeout(0.0),
-            limits=httpx.Limits(max_connections=_MAX_CONNECTIONS, max_keepalive_connections=16),
-        )
+        tls = _tls(settings)
+        self._http = self._pool(_MAX_CONNECTIONS, tls=tls)
+        self._polls = self._pool(_MAX_POLLS, tls=tls)
+        self._probes = self._pool(MAX_IDENTIFYING + 1, tls=tls)
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._http.aclose()
+        for pool in (self._http, self._polls, self._probes):
+            await pool.aclose()
 
     def count(self, event: str) -> None:
         """Count an event of `graphstash_upstream_total`."""
@@ -120,7 +129,7 @@ class UpstreamClient:
         """Ask for the upstream's state, even while it is down. Raise `UpstreamError` if it does not
         answer. The caller marks the upstream as up.
         """
-        answer = await self._call("GET", f"{ADMIN_PREFIX}/upstream")
+        answer = await self._call(self._probes, "GET", f"{ADMIN_PREFIX}/upstream")
         if answer.status == 401:
             raise UpstreamError(f"{self.url} refuses GRAPHSTASH_UPSTREAM_TOKEN")
         if answer.status != 200:
@@ -137,7 +146,7 @@ class UpstreamClient:
         body: BaseModel | None = None,
         headers: Mapping[str, str] | None = None,
         credentials: str | None = None,
-        patience_seconds: float = 0.0,
+        poll_seconds: float = 0.0,
     ) -> Answer:
         """Make a call with a small answer.
 
@@ -147,20 +156,28 @@ class UpstreamClient:
             body: JSON to send.
             headers: further headers.
             credentials: a caller's bearer token. Default: the token of this region.
-            patience_seconds: seconds that a long poll may take in addition.
+            poll_seconds: seconds for which the upstream may hold the answer back, in a long poll.
 
         Raises:
             UpstreamError: the upstream does not answer.
         """
         self._check()
         return await self._call(
+            self._polls if poll_seconds else self._http,
             method,
             path,
             body=body,
             headers=headers,
             credentials=credentials,
-            patience_seconds=patience_seconds,
+            poll_seconds=poll_seconds,
         )
+
+    async def ask(self, path: str, *, credentials: str | None = None) -> Answer:
+        """Make a GET on the connections of the probes, which no other calls occupy. At most
+        `MAX_IDENTIFYING` calls with a caller's credentials may run at the same time.
+        """
+        self._check()
+        return await self._call(self._probes, "GET", path, credentials=credentials)
 
     async def look_up(self, namespace: Namespace, keys: Sequence[StoredKey]) -> LookupResponse:
         """Look up at most `MAX_LOOKUP_KEYS` keys, in the upstream's database."""
@@ -179,7 +196,7 @@ class UpstreamClient:
             UpstreamError: the upstream does not answer, or the transfer stalls.
         """
         self._check()
-        with self._failures_named(is_answered=True):
+        with self._failures_named(may_mark_down=False):
             async with (
                 asyncio.timeout(_transfer_seconds(digest)),
                 self._http.stream(
@@ -209,10 +226,13 @@ class UpstreamClient:
         headers[HEADER_PUBLISHER] = publisher
         if metadata:
             headers[HEADER_METADATA] = metadata
-        with self._failures_named(is_answered=digest.size_bytes > _MAX_ANSWER_BYTES):
+        with self._failures_named(may_mark_down=digest.size_bytes <= _MAX_ANSWER_BYTES):
             async with asyncio.timeout(_transfer_seconds(digest)):
                 response = await self._http.put(
-                    key.artifact_path, headers=headers, content=chunks, timeout=self._timeout(30.0)
+                    key.artifact_path,
+                    headers=headers,
+                    content=chunks,
+                    timeout=self._timeout(_COMMIT_SECONDS),
                 )
         return self._judged(response, response.content)
 
@@ -240,25 +260,26 @@ class UpstreamClient:
 
     async def _call(
         self,
+        pool: httpx.AsyncClient,
         method: str,
         path: str,
         *,
         body: BaseModel | None = None,
         headers: Mapping[str, str] | None = None,
         credentials: str | None = None,
-        patience_seconds: float = 0.0,
+        poll_seconds: float = 0.0,
     ) -> Answer:
         sent = self._headers(credentials) | dict(headers or {})
         content = None
         if body is not None:
             sent["Content-Type"] = "application/json"
             content = body.model_dump_json(exclude_none=True).encode()
-        seconds = _CONNECT_SECONDS + 2 * self._answer_seconds + patience_seconds
-        timeout = self._timeout(patience_seconds)
+        seconds = _CONNECT_SECONDS + 2 * self._answer_seconds + poll_seconds
+        timeout = self._timeout(poll_seconds)
         with self._failures_named():
             async with (
                 asyncio.timeout(seconds),
-                self._http.stream(
+                pool.stream(
                     method,
                     path,
                     headers=sent,
@@ -276,13 +297,13 @@ class UpstreamClient:
         return self._judged(response, bytes(received))
 
     def _judged(self, response: httpx.Response, body: bytes) -> Answer:
-        """Return an answer, or raise `UpstreamError` if it comes from no working upstream."""
+        """Return an answer, or raise `UpstreamError` if no working upstream has sent it."""
         status = response.status_code
-        if status >= 500:
+        if status == 429 or (status == 503 and "retry-after" in response.headers):
+            raise UpstreamBusyError(f"{self.url} is busy and answers {status}")
+        if status >= 500 and status != 507:
             self.mark_down(f"it answers {status}")
             raise UpstreamError(f"{self.url} answers {status}")
-        if status == 429:
-            raise UpstreamError(f"{self.url} limits the rate of requests")
         if response.headers.get(HEADER_PROTOCOL) != str(PROTOCOL_VERSION):
             self.mark_down(f"it answers without {HEADER_PROTOCOL}: {PROTOCOL_VERSION}")
             raise UpstreamError(f"{self.url} is no graphstash server")
@@ -295,23 +316,42 @@ class UpstreamClient:
             return {}
         return {"Authorization": f"Bearer {credentials}"}
 
-    def _timeout(self, patience_seconds: float) -> httpx.Timeout:
+    def _pool(self, connections: int, *, tls: ssl.SSLContext | bool) -> httpx.AsyncClient:
+        return httpx.AsyncClient(
+            base_url=self.url,
+            headers={
+                HEADER_PROTOCOL: str(PROTOCOL_VERSION),
+                "User-Agent": f"graphstash/{__version__}",
+                "Accept-Encoding": "identity",
+            },
+            verify=tls,
+            timeout=self._timeout(0.0),
+            limits=httpx.Limits(max_connections=connections, max_keepalive_connections=16),
+        )
+
+    def _timeout(self, held_seconds: float) -> httpx.Timeout:
+        """Return the limits of a call whose answer the upstream may hold back for some time."""
         return httpx.Timeout(
             _IDLE_SECONDS,
             connect=_CONNECT_SECONDS,
-            read=self._answer_seconds + patience_seconds,
+            read=self._answer_seconds + held_seconds,
             pool=self._answer_seconds,
         )
 
     @contextmanager
-    def _failures_named(self, *, is_answered: bool = False) -> Iterator[None]:
-        """Turn failures into `UpstreamError`. A failure after the begin of an answer says nothing
-        about other calls.
+    def _failures_named(self, *, may_mark_down: bool = True) -> Iterator[None]:
+        """Raise failures as `UpstreamError`, and mark the upstream as down.
+
+        Args:
+            may_mark_down: whether a failure on an open connection also marks it. A transfer that
+                stalls does not show that other calls fail.
         """
         try:
             yield
+        except httpx.PoolTimeout as error:
+            raise UpstreamBusyError(f"all connections to {self.url} are in use") from error
         except _FAILURES as error:
-            if not is_answered or isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+            if may_mark_down or isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
                 self.mark_down(repr(error))
             raise UpstreamError(f"{self.url} does not answer: {error!r}") from error
 
@@ -322,7 +362,8 @@ def _transfer_seconds(digest: Digest) -> float:
 
 def _tls(settings: Settings) -> ssl.SSLContext | bool:
     if settings.upstream_ca_file is None:
-        return str(settings.upstream_url).startswith("https:")
+        is_https = str(settings.upstream_url).startswith("https:")
+        return httpx.create_ssl_context() if is_https else False
     try:
         return ssl.create_default_context(cafile=settings.upstream_ca_file)
     except OSError as error:  # its text does not name the file

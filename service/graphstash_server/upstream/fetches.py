@@ -39,8 +39,9 @@ from graphstash_server.db.queries.upstream import (
     add_position,
     claim_download,
     end_download,
+    find_download_claim,
     find_position,
-    is_downloading,
+    renew_download,
 )
 from graphstash_server.db.queries.withdrawals import withdrawal_head
 from graphstash_server.errors import DigestMismatchError, LengthMismatchError, ServerError
@@ -53,6 +54,7 @@ from graphstash_server.services.artifacts.uploads import (
     WithdrawnMeanwhileError,
 )
 from graphstash_server.services.wait_queue import WaitQueue
+from graphstash_server.upstream.claims import CLAIM, renewed
 from graphstash_server.upstream.client import UpstreamClient, UpstreamError
 
 __all__ = ["UPSTREAM", "Fetches"]
@@ -69,8 +71,6 @@ they retry while they expect to wait less than compiling takes."""
 _MAX_AT_ONCE: Final = 16
 """Concurrent downloads of a process."""
 
-_CLAIM: Final = timedelta(seconds=60)
-_CLAIM_BYTES_PER_SECOND: Final = 1024**2
 _POLL_SECONDS: Final = 0.2
 
 
@@ -180,7 +180,7 @@ class Fetches:
         digest = await self._announced(key)
         if digest is None:
             return "absent"
-        async with self._slots, self._claimed(key, digest) as is_ours:
+        async with self._claimed(key) as is_ours:
             if await self.artifacts.find(key) is not None:
                 return "present"  # another process was faster
             if not is_ours:
@@ -212,35 +212,50 @@ class Fetches:
         self._followed.add(namespace)
 
     @asynccontextmanager
-    async def _claimed(self, key: StoredKey, digest: Digest) -> AsyncIterator[bool]:
-        """Claim a download. Yield False after a download of another process."""
+    async def _claimed(self, key: StoredKey) -> AsyncIterator[bool]:
+        """Claim a download, and wait until this process may begin another one. Yield False after a
+        download of another process.
+        """
         if not self.is_shared:
-            yield True
+            async with self._slots:
+                yield True
             return
-        now = self.clock()
-        until = now + _CLAIM + timedelta(seconds=digest.size_bytes / _CLAIM_BYTES_PER_SECOND)
-        async with self.database.writing() as connection:
-            is_ours = await claim_download(connection, key, now=now, until=until)
-        if not is_ours:
-            await self._wait_for_other(key)
-            yield False
-            return
+        while not await self._claim(key):
+            if not await self._is_other_dead(key):
+                yield False
+                return
+
+        async def renew() -> None:
+            async with self.database.writing() as connection:
+                await renew_download(connection, key, until=self.clock() + CLAIM)
+
         try:
-            yield True
+            async with renewed(renew), self._slots:
+                yield True
         finally:
             async with self.database.writing() as connection:
                 await end_download(connection, key)
 
-    async def _wait_for_other(self, key: StoredKey) -> None:
+    async def _claim(self, key: StoredKey) -> bool:
+        now = self.clock()
+        async with self.database.writing() as connection:
+            return await claim_download(connection, key, now=now, until=now + CLAIM)
+
+    async def _is_other_dead(self, key: StoredKey) -> bool:
+        """Wait for the download of another process. Return whether its claim ended without it."""
         with self.wait_queue.joined(key) as ticket:
             while ticket.digest is None:
                 ticket.clear()
                 async with self.database.reading() as connection:
-                    if not await is_downloading(connection, key, now=self.clock()):
-                        return
+                    end = await find_download_claim(connection, key)
+                if end is None:
+                    return False
+                if not timedelta() < end - self.clock() < 2 * CLAIM:
+                    return True
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_POLL_SECONDS):
                         await ticket.wait()
+        return False
 
     async def _download(
         self, key: StoredKey, digest: Digest, policy: NamespacePolicy, *, copied_after: int

@@ -37,7 +37,7 @@ from graphstash_server.keys import StoredKey
 from graphstash_server.services.artifacts.service import ArtifactService
 from graphstash_server.services.namespaces import PolicyService
 from graphstash_server.upstream.access import UpstreamAccess
-from graphstash_server.upstream.client import UpstreamClient, UpstreamError
+from graphstash_server.upstream.client import UpstreamBusyError, UpstreamClient, UpstreamError
 from graphstash_server.upstream.fetches import UPSTREAM
 from graphstash_server.upstream.ownership import OwnershipService
 
@@ -121,6 +121,8 @@ class Follower:
     async def _round(self) -> None:
         try:
             state = await self.client.probe()
+        except UpstreamBusyError:
+            return
         except UpstreamError as error:
             self.client.mark_down(str(error))
             return
@@ -204,7 +206,7 @@ class Follower:
 
     async def _page(self, namespace: Namespace, after: ListPosition) -> WithdrawalList:
         path = f"{API_PREFIX}/{namespace}/withdrawals?after={after}"
-        answer = await self.client.call("GET", path)
+        answer = await self.client.ask(path)
         if answer.status != 200:
             raise UpstreamError(f"the withdrawals of {namespace} answer {answer.status}")
         return answer.parsed(WithdrawalList)

@@ -3,9 +3,13 @@
 So one process per region and key asks the upstream, and a graph is compiled once in all regions.
 The other callers of the region wait here. The caller's token is the region's token, a dot, and the
 upstream's token. If the upstream does not answer, the region's lease is enough.
+
+A caller releases its lease when the region has the artifact, which may reach the upstream much
+later. Until then the region renews the upstream's lease.
 """
 
 import asyncio
+import logging
 import math
 from dataclasses import dataclass
 from typing import Final
@@ -27,11 +31,18 @@ from graphstash_server.upstream.fetches import Fetches
 
 __all__ = ["RegionalLeases"]
 
+_LOGGER = logging.getLogger(__name__)
+
 _POLL_SECONDS: Final = 10.0
 """Longest wait of one call to the upstream. Then the region renews its own lease."""
 
 _POLL_SHARE: Final = 1 / 3
 """Longest wait, as a part of the region's lease."""
+
+_QUEUED_SECONDS: Final = 5.0
+"""Seconds between two renewals of the leases of queued artifacts."""
+
+_QUEUED: Final = LeaseRequest(holder="the queue of a region")
 
 _FETCH_SECONDS: Final = 20.0
 """Longest wait for the artifact that another region has published."""
@@ -43,6 +54,21 @@ class RegionalLeases(LeaseService):
 
     client: UpstreamClient
     fetches: Fetches
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._of_queued: dict[StoredKey, str] = {}
+        """The upstream's leases that this process renews."""
+
+    async def run(self) -> None:
+        """Renew the upstream's leases of queued artifacts, until cancelled."""
+        while True:
+            await asyncio.sleep(_QUEUED_SECONDS)
+            for key, token in list(self._of_queued.items()):
+                try:
+                    await self._renew_queued(key, token)
+                except Exception:
+                    _LOGGER.exception("could not renew the lease of %s, will retry", key.key)
 
     async def acquire(
         self, acquisition: Acquisition, *, gone: "asyncio.Future[None]"
@@ -83,8 +109,17 @@ class RegionalLeases(LeaseService):
         try:
             await super().release(key, token=here)
         finally:
-            if there and not await self._is_queued(key):
+            if there and await self._is_queued(key):
+                self._of_queued[key] = there
+            elif there:
                 await self._call("DELETE", key, there)
+
+    async def _renew_queued(self, key: StoredKey, token: str) -> None:
+        if await self._is_queued(key):
+            answer = await self._call("PUT", key, token, request=_QUEUED)
+            if answer is None or answer.status != 410:
+                return
+        self._of_queued.pop(key, None)
 
     async def _acquire_upstream(
         self,
@@ -103,7 +138,7 @@ class RegionalLeases(LeaseService):
                 _path(key),
                 body=request,
                 headers={"Prefer": f"wait={wait_seconds}"},
-                patience_seconds=wait_seconds,
+                poll_seconds=wait_seconds,
             )
             if answer.status not in (200, 201, 202):
                 raise UpstreamError(f"it refuses a lease with {answer.status}")

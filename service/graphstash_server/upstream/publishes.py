@@ -2,7 +2,8 @@
 
 The transaction that stores an artifact queues it, so an acknowledged artifact reaches the upstream
 even if the region is killed. A process claims the publishes that it sends. If it dies, another one
-sends them after the claim ends. Sending twice is harmless: the upstream keeps the first artifact.
+sends them after the claim ends, within half a minute. Sending twice is harmless: the upstream keeps
+the first artifact.
 
 If the upstream has other bytes for the key, the region drops its own. All regions then serve the
 same executable. It also drops an artifact whose publisher may no longer write, by the token and the
@@ -25,10 +26,12 @@ from graphstash_server.db.queries.upstream import (
     claim_publishes,
     count_publishes,
     end_publish,
+    renew_publish,
     retry_publish,
 )
 from graphstash_server.errors import ServerError, ShortBlobError
 from graphstash_server.services.artifacts.service import ArtifactService, OpenArtifact
+from graphstash_server.upstream.claims import CLAIM, renewed
 from graphstash_server.upstream.client import Answer, UpstreamClient, UpstreamError
 from graphstash_server.upstream.fetches import UPSTREAM, Fetches
 
@@ -37,7 +40,8 @@ __all__ = ["Publishes"]
 _LOGGER = logging.getLogger(__name__)
 
 _AT_ONCE: Final = 4
-_CLAIM: Final = timedelta(seconds=30)
+"""Concurrent publishes of a process."""
+
 _PAUSE_SECONDS: Final = 2.0
 """Seconds between two looks at the queue of a process that stored nothing."""
 
@@ -63,11 +67,11 @@ class Publishes:
     clock: Clock
 
     def __post_init__(self) -> None:
-        self._stored = asyncio.Event()
+        self._woken = asyncio.Event()
 
     def wake(self) -> None:
         """Look at the queue now."""
-        self._stored.set()
+        self._woken.set()
 
     async def count(self) -> int:
         """Return the length of the queue."""
@@ -75,38 +79,65 @@ class Publishes:
             return await count_publishes(connection)
 
     async def run(self) -> None:
-        """Send what is queued, until cancelled."""
-        while True:
-            await self.client.is_up.wait()
-            self._stored.clear()
-            try:
-                sent = await self._round()
-            except ServerError as error:
-                _LOGGER.warning("the queue for the upstream waits for the database: %s", error)
-                sent = 0
-            except Exception:
-                _LOGGER.exception("sending the queue failed and will be retried")
-                sent = 0
-            if sent < _AT_ONCE:
+        """Send what is queued, until cancelled. A slow upload delays no other one."""
+        sending: set[asyncio.Task[None]] = set()
+
+        def end(task: asyncio.Task[None]) -> None:
+            sending.discard(task)
+            self.wake()
+
+        async with asyncio.TaskGroup() as tasks:
+            while True:
+                await self.client.is_up.wait()
+                self._woken.clear()
+                for queued in await self._claim(_AT_ONCE - len(sending)):
+                    task = tasks.create_task(self._try(queued))
+                    sending.add(task)
+                    task.add_done_callback(end)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(_PAUSE_SECONDS):
-                        await self._stored.wait()
+                        await self._woken.wait()
 
-    async def _round(self) -> int:
+    async def _claim(self, limit: int) -> list[QueuedPublish]:
+        if limit == 0:
+            return []
         now = self.clock()
-        async with self.database.writing() as connection:
-            claimed = await claim_publishes(connection, now=now, until=now + _CLAIM, limit=_AT_ONCE)
-        outcomes = await asyncio.gather(
-            *(self._try(each) for each in claimed), return_exceptions=True
-        )
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException) and not isinstance(outcome, ServerError):
-                _LOGGER.error("a publish failed and will be retried", exc_info=outcome)
-        return len(claimed)
+        try:
+            async with self.database.writing() as connection:
+                return await claim_publishes(connection, now=now, until=now + CLAIM, limit=limit)
+        except ServerError as error:
+            _LOGGER.warning("the queue for the upstream waits for the database: %s", error)
+        except Exception:
+            _LOGGER.exception("the queue for the upstream cannot be read, will retry")
+        return []
 
     async def _try(self, queued: QueuedPublish) -> None:
+        """Send an artifact, and count how that ended. An exception leaves it queued."""
+
+        async def renew() -> None:
+            async with self.database.writing() as connection:
+                digest, until = Digest(queued.sha256, 0), self.clock() + CLAIM
+                await renew_publish(connection, queued.key, digest, until=until)
+
         try:
-            outcome = await self._send(queued)
+            async with renewed(renew):
+                outcome = await self._send_or_fail(queued)
+            self.client.count(f"publish_{outcome}")
+            if outcome in {"failed", "refused"}:
+                # In an outage, no process claims anything, so the pause grows for other causes
+                # only.
+                seconds = 2 ** min(queued.attempts, _DOUBLINGS)
+                pause = min(timedelta(seconds=seconds), _MAX_PAUSE)
+                async with self.database.writing() as connection:
+                    await retry_publish(connection, queued.key, until=self.clock() + pause)
+        except ServerError as error:
+            _LOGGER.warning("could not send %s, will retry: %s", queued.key.key, error)
+        except Exception:
+            _LOGGER.exception("sending %s failed and will be retried", queued.key.key)
+
+    async def _send_or_fail(self, queued: QueuedPublish) -> str:
+        try:
+            return await self._send(queued)
         except (UpstreamError, ShortBlobError) as error:
             _LOGGER.warning(
                 "could not send %s of %s, will retry: %s",
@@ -114,13 +145,7 @@ class Publishes:
                 queued.key.namespace,
                 error,
             )
-            outcome = "failed"
-        self.client.count(f"publish_{outcome}")
-        if outcome in {"failed", "refused"}:
-            # In an outage, no process claims anything, so the pause grows for other causes only.
-            pause = min(timedelta(seconds=2 ** min(queued.attempts, _DOUBLINGS)), _MAX_PAUSE)
-            async with self.database.writing() as connection:
-                await retry_publish(connection, queued.key, until=self.clock() + pause)
+            return "failed"
 
     async def _send(self, queued: QueuedPublish) -> str:
         key = queued.key

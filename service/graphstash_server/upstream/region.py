@@ -83,10 +83,11 @@ class Region:
         )
 
     async def run(self) -> None:
-        """Follow the upstream and send queued artifacts, until cancelled."""
+        """Follow the upstream, send queued artifacts and keep their leases, until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self.follower.run())
             tasks.create_task(self.publishes.run())
+            tasks.create_task(self.leases.run())
 
     async def close(self) -> None:
         """Cancel downloads and close the connections."""

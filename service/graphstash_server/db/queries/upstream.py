@@ -49,10 +49,10 @@ __all__ = [
     "end_download",
     "end_publish",
     "find_caller",
+    "find_download_claim",
     "find_position",
     "find_upstream_id",
     "has_artifacts",
-    "is_downloading",
     "is_queued",
     "is_withdrawn_since",
     "list_positions",
@@ -62,6 +62,8 @@ __all__ = [
     "put_caller",
     "put_position",
     "queue_publishes",
+    "renew_download",
+    "renew_publish",
     "retry_publish",
 ]
 
@@ -188,6 +190,15 @@ async def retry_publish(connection: AsyncConnection, key: StoredKey, *, until: d
     await connection.execute(update(table).where(is_key(table, key)).values(values))
 
 
+async def renew_publish(
+    connection: AsyncConnection, key: StoredKey, digest: Digest, *, until: datetime
+) -> None:
+    """Extend the claim of a publish, unless its artifact was replaced."""
+    table = upstream_publishes
+    is_claimed = (is_key(table, key), table.c.sha256 == digest.sha256)
+    await connection.execute(update(table).where(*is_claimed).values(next_at=until))
+
+
 async def is_queued(connection: AsyncConnection, key: StoredKey) -> bool:
     """Return whether the artifact of a key still has to be sent."""
     table = upstream_publishes
@@ -215,11 +226,17 @@ async def claim_download(
     return (await connection.execute(statement)).rowcount == 1
 
 
-async def is_downloading(connection: AsyncConnection, key: StoredKey, *, now: datetime) -> bool:
-    """Return whether a process has claimed the download of a key."""
+async def find_download_claim(connection: AsyncConnection, key: StoredKey) -> datetime | None:
+    """Return when the claim of a download ends, also if that is over. None without a claim."""
     table = upstream_downloads
-    found = select(table.c.claimed_until).where(is_key(table, key), table.c.claimed_until > now)
-    return (await connection.execute(found)).first() is not None
+    found = select(table.c.claimed_until).where(is_key(table, key))
+    return (await connection.execute(found)).scalar()
+
+
+async def renew_download(connection: AsyncConnection, key: StoredKey, *, until: datetime) -> None:
+    """Extend the claim of a download."""
+    table = upstream_downloads
+    await connection.execute(update(table).where(is_key(table, key)).values(claimed_until=until))
 
 
 async def end_download(connection: AsyncConnection, key: StoredKey) -> None:
