@@ -43,15 +43,17 @@ class Site:
     Attributes:
         directory: data directory.
         environment: variables of the next start.
+        port: port on loopback.
         url: address, also while the server does not run.
         server: the last process.
     """
 
     def __init__(self, directory: Path, *options: str, **environment: str) -> None:
         self.directory = directory
-        self._options = (*options, "--port", str(reserved_port()))
+        self.port = reserved_port()
+        self._options = (*options, "--port", str(self.port))
         self.environment = {"GRAPHSTASH_AUTH": "tokens"} | environment
-        self.url = f"http://127.0.0.1:{self._options[-1]}"
+        self.url = f"http://127.0.0.1:{self.port}"
         self.server: ServerProcess | None = None
 
     @classmethod
