@@ -39,6 +39,7 @@ from graphstash_server.api.problems import refusals
 from graphstash_server.context import ProcessContext
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
+from graphstash_server.services.identity.authentication import bearer_in
 from graphstash_server.services.identity.principals import ANONYMOUS, OPEN_ACCESS, OWNER, Principal
 
 __all__ = [
@@ -265,8 +266,7 @@ def require_ownership(call: Call) -> None:
 
 def credentials_of(request: Request) -> str | None:
     """Return the bearer token or JWT of a request."""
-    scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
-    return credentials.strip(" ") if scheme.lower() == "bearer" else None
+    return bearer_in(request.headers.get("authorization", ""))
 
 
 def actor_of(request: Request, principal: Principal) -> Actor:

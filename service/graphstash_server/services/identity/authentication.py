@@ -31,7 +31,14 @@ from graphstash_server.services.identity.oidc import OidcVerifier
 from graphstash_server.services.identity.principals import ANONYMOUS, OPEN_ACCESS, Principal
 from graphstash_server.services.identity.tokens import sha256_of_secret
 
-__all__ = ["MAX_DECISION_AGE", "AccessService", "Issuer", "KnownToken", "KnownTokens"]
+__all__ = [
+    "MAX_DECISION_AGE",
+    "AccessService",
+    "Issuer",
+    "KnownToken",
+    "KnownTokens",
+    "bearer_in",
+]
 
 MAX_DECISION_AGE: Final = timedelta(seconds=2)
 """Maximum age of a decision about a caller."""
@@ -269,7 +276,7 @@ class AccessService:
             return OPEN_ACCESS
         if authorization is None:
             return ANONYMOUS
-        credentials = _bearer_in(authorization)
+        credentials = bearer_in(authorization)
         principal = None if credentials is None else await self._of_bearer(credentials)
         if principal is None or self._is_expired(principal):
             raise ServerError(
@@ -289,7 +296,7 @@ class AccessService:
             return OPEN_ACCESS
         if authorization is None:
             return ANONYMOUS
-        credentials = _bearer_in(authorization)
+        credentials = bearer_in(authorization)
         if credentials is None:
             return None
         form = TOKEN_FORM.fullmatch(credentials)
@@ -375,7 +382,8 @@ class AccessService:
         return self.oidc.fresh_keys(issuer) is verified.keys
 
 
-def _bearer_in(authorization: str) -> str | None:
+def bearer_in(authorization: str) -> str | None:
+    """Return the bearer token or JWT of an Authorization header, or None for other schemes."""
     scheme, _, credentials = authorization.partition(" ")
     return credentials.strip(" ") if scheme.lower() == "bearer" else None
 
