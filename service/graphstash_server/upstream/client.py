@@ -9,7 +9,7 @@ import asyncio
 import logging
 import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from typing import Final, NamedTuple, TypeVar
 
 import httpx
@@ -129,7 +129,7 @@ class UpstreamClient:
         """Ask for the upstream's state, even while it is down. Raise `UpstreamError` if it does not
         answer. The caller marks the upstream as up.
         """
-        answer = await self._call(self._probes, "GET", f"{ADMIN_PREFIX}/upstream")
+        answer = await self._ask(f"{ADMIN_PREFIX}/upstream", None)
         if answer.status == 401:
             raise UpstreamError(f"{self.url} refuses GRAPHSTASH_UPSTREAM_TOKEN")
         if answer.status != 200:
@@ -162,22 +162,22 @@ class UpstreamClient:
             UpstreamError: the upstream does not answer.
         """
         self._check()
-        return await self._call(
-            self._polls if poll_seconds else self._http,
-            method,
-            path,
-            body=body,
-            headers=headers,
-            credentials=credentials,
-            poll_seconds=poll_seconds,
-        )
+        sent = self._headers(credentials) | dict(headers or {})
+        content = None
+        if body is not None:
+            sent["Content-Type"] = "application/json"
+            content = body.model_dump_json(exclude_none=True).encode()
+        pool = self._polls if poll_seconds else self._http
+        timeout = self._timeout(poll_seconds)
+        request = pool.build_request(method, path, headers=sent, content=content, timeout=timeout)
+        return await self._exchange(pool, request, poll_seconds=poll_seconds)
 
     async def ask(self, path: str, *, credentials: str | None = None) -> Answer:
         """Make a GET on the connections of the probes, which no other calls occupy. At most
         `MAX_IDENTIFYING` calls with a caller's credentials may run at the same time.
         """
         self._check()
-        return await self._call(self._probes, "GET", path, credentials=credentials)
+        return await self._ask(path, credentials)
 
     async def look_up(self, namespace: Namespace, keys: Sequence[StoredKey]) -> LookupResponse:
         """Look up at most `MAX_LOOKUP_KEYS` keys, in the upstream's database."""
@@ -222,8 +222,8 @@ class UpstreamClient:
             "Content-Length": str(digest.size_bytes),
             "Content-Type": "application/octet-stream",
             "Repr-Digest": digest.repr_digest,
+            HEADER_PUBLISHER: publisher,
         }
-        headers[HEADER_PUBLISHER] = publisher
         if metadata:
             headers[HEADER_METADATA] = metadata
         with self._failures_named(may_mark_down=digest.size_bytes <= _MAX_ANSWER_BYTES):
@@ -258,34 +258,20 @@ class UpstreamClient:
         if not self.is_up.is_set():
             raise UpstreamError(f"{self.url} does not answer")
 
-    async def _call(
-        self,
-        pool: httpx.AsyncClient,
-        method: str,
-        path: str,
-        *,
-        body: BaseModel | None = None,
-        headers: Mapping[str, str] | None = None,
-        credentials: str | None = None,
-        poll_seconds: float = 0.0,
+    async def _ask(self, path: str, credentials: str | None) -> Answer:
+        headers = self._headers(credentials)
+        return await self._exchange(
+            self._probes, self._probes.build_request("GET", path, headers=headers)
+        )
+
+    async def _exchange(
+        self, pool: httpx.AsyncClient, request: httpx.Request, *, poll_seconds: float = 0.0
     ) -> Answer:
-        sent = self._headers(credentials) | dict(headers or {})
-        content = None
-        if body is not None:
-            sent["Content-Type"] = "application/json"
-            content = body.model_dump_json(exclude_none=True).encode()
         seconds = _CONNECT_SECONDS + 2 * self._answer_seconds + poll_seconds
-        timeout = self._timeout(poll_seconds)
         with self._failures_named():
             async with (
                 asyncio.timeout(seconds),
-                pool.stream(
-                    method,
-                    path,
-                    headers=sent,
-                    content=content,
-                    timeout=timeout,
-                ) as response,
+                aclosing(await pool.send(request, stream=True)) as response,
             ):
                 received = bytearray()
                 async for chunk in response.aiter_raw():
