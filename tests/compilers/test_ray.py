@@ -50,7 +50,7 @@ def trained(tmp_path_factory):
         report = jobs.run("host", "trained", {"rounds": rounds, "token": token}).report
         names = ("cold", "warm", "gone", "off")
         yield SimpleNamespace(
-            told=report["told"], **dict(zip(names, report["rounds"], strict=True))
+            leaks=report["leaks"], **dict(zip(names, report["rounds"], strict=True))
         )
 
 
@@ -78,4 +78,4 @@ def test_losses_are_equal_with_and_without_the_cache(trained):
 
 
 def test_ray_stores_no_token(trained):
-    assert trained.told == []
+    assert trained.leaks == []

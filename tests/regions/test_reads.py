@@ -113,7 +113,7 @@ def test_wrong_bytes_of_the_upstream_are_a_counted_miss(world, lie):
 
 
 def test_artifact_of_another_key_is_refused(world):
-    """The upstream lies in its look-ups as well: only the envelope names the key."""
+    """The upstream's look-up also returns the wrong artifact. Only the envelope names the key."""
 
     def change(request, answer):
         if request.method == "GET" and "/artifacts/" in request.path:

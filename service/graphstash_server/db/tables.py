@@ -531,7 +531,7 @@ upstream_namespaces = Table(
     Column("namespace", String(64), primary_key=True),
     Column("position", String(40), nullable=False, comment="in the upstream's withdrawals"),
 )
-"""Namespaces of which a region has copies, and the withdrawals that it has applied to them."""
+"""Namespaces with copies in a region, and the last withdrawal that it has applied to each."""
 
 audit = Table(
     "audit",

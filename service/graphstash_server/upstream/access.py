@@ -39,7 +39,7 @@ __all__ = ["UpstreamAccess"]
 
 _RENEWED_SECONDS: Final = 15.0
 _CONFIRMED_SECONDS: Final = 30.0 - MAX_DECISION_AGE.total_seconds()
-"""The upstream caches a decision as well. A revoked token is valid for 30 seconds at most."""
+"""A revoked token is valid for at most 30 seconds, of which the upstream's own cache takes two."""
 
 _REFUSED_SECONDS: Final = 5.0
 _MAX_KNOWN: Final = 10_000
@@ -70,7 +70,7 @@ class _Decision(NamedTuple):
 
 @dataclass(kw_only=True, eq=False)
 class UpstreamAccess:
-    """Ask the upstream who callers are. Safe for concurrent calls."""
+    """Authenticate callers by the upstream's answers. Safe for concurrent calls."""
 
     client: UpstreamClient
     database: Database

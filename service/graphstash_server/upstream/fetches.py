@@ -75,12 +75,16 @@ _POLL_SECONDS: Final = 0.2
 
 
 class _RefusedError(Exception):
-    """The upstream sends something else than it announces."""
+    """The upstream's bytes, digest or size differ from its announcement."""
 
 
 @dataclass(kw_only=True, eq=False)
 class Fetches:
-    """Fetch missing artifacts. `is_shared` says whether other processes use the database."""
+    """Fetch missing artifacts.
+
+    Attributes:
+        is_shared: whether other processes use the database.
+    """
 
     client: UpstreamClient
     database: Database

@@ -1,4 +1,4 @@
-"""OwnershipService: what a server tells its regions."""
+"""OwnershipService: the state of a server's namespaces, which its regions follow."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass

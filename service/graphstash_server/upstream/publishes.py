@@ -51,7 +51,6 @@ _DOUBLINGS: Final = 9
 _FINAL: Final = frozenset({400, 411, 412, 413, 422, 431})
 """Statuses of a refusal that no retry changes."""
 
-
 _UNWANTED: Final = frozenset({ErrorCode.CONFLICT, ErrorCode.WITHHELD, ErrorCode.PUBLISHER_REFUSED})
 """Causes for which the region withdraws its artifact."""
 

@@ -35,7 +35,7 @@ class Answer(Enum):
     EXISTS = auto()
     FULL = auto()
     LATE = auto()
-    """The client left before the first byte. The server does the work all the same."""
+    """The client left before the first byte. The server still does the work."""
 
 
 class Connection:
@@ -150,7 +150,7 @@ class Worker:
         self._commits = simpy.Resource(self.env, 1)
         self._shared = {}
         self._rows = {}
-        self._told = {}  # graph -> event: a commit, or its notification
+        self._ready = {}  # graph -> event: a commit, or its notification
         self._idle, self._waiting = {}, deque()
         self._busy = 0
         self._free_at = 0.0
@@ -249,9 +249,9 @@ class Worker:
         yield self.work(self.costs.lease / 2)
         answer = yield from self._try(call)
         if answer is Answer.HELD and call.wait_seconds:
-            told = self._told.setdefault(graph, self.env.event())
-            if not told.triggered:
-                yield told | self.env.timeout(call.wait_seconds)
+            ready = self._ready.setdefault(graph, self.env.event())
+            if not ready.triggered:
+                yield ready | self.env.timeout(call.wait_seconds)
             answer = Answer.READY if graph in cluster.stored else (yield from self._try(call))
         yield self.work(self.costs.lease / 2)
         return answer
@@ -291,11 +291,11 @@ class Worker:
         self.cluster.store(call.graph, self)
         return Answer.STORED if is_first else Answer.EXISTS
 
-    def tell(self, graph):
+    def notify(self, graph):
         """Wake the waiters of a graph."""
-        told = self._told.setdefault(graph, self.env.event())
-        if not told.triggered:
-            told.succeed()
+        ready = self._ready.setdefault(graph, self.env.event())
+        if not ready.triggered:
+            ready.succeed()
 
     def _read(self, *key):
         return self._once(self._lanes, key, 1)
@@ -344,9 +344,13 @@ class Cluster:
     def store(self, graph, worker):
         self.stored.add(graph)
         self.holders.pop(graph, None)
-        worker.tell(graph)
-        told = self.env.timeout(self.costs.notify_seconds)
-        told.callbacks.append(lambda _: [each.tell(graph) for each in self.workers])
+        worker.notify(graph)
+        self.env.process(self._notify_all(graph))
+
+    def _notify_all(self, graph):
+        yield self.env.timeout(self.costs.notify_seconds)
+        for worker in self.workers:
+            worker.notify(graph)
 
     def bucket_delay(self):
         """Return the seconds until a bucket sends the first byte of one more GET."""

@@ -47,7 +47,7 @@ def trained(*, rounds: list[tuple[int, dict[str, str]]], token: str) -> dict[str
         del workers
     ray.shutdown()
     secret = Path(token).read_bytes()
-    told = [
+    leaks = [
         path.name for path in files.rglob("*") if path.is_file() and secret in path.read_bytes()
     ]
-    return {"rounds": reports, "told": told}
+    return {"rounds": reports, "leaks": leaks}
