@@ -1,8 +1,13 @@
 """LeanClient sends the same requests as httpx's own client, and imports less."""
 
+import threading
+from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
 import httpx
 import pytest
 
+from graphstash._http.connections import DeadlineTransport
 from graphstash._http.deadline import Deadline
 from graphstash._http.lean_client import LeanClient
 from support.listener import Listener
@@ -83,6 +88,35 @@ def test_redirects_and_cookies_are_left_alone_and_response_is_closed(listener, r
     assert left.is_closed
     assert not any("cookie" in head.lower() for head in listener.heads)
     assert "Accept-Encoding: identity" in listener.heads[0]
+
+
+class _NamesItsPort(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"  # keeps connections
+
+    def do_GET(self):
+        body = str(self.server.server_port).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        """Log nothing."""
+
+
+def test_kept_connection_carries_no_request_to_another_origin():
+    transport = DeadlineTransport(context=None)
+    with ExitStack() as stack:
+        servers = [ThreadingHTTPServer(("127.0.0.1", 0), _NamesItsPort) for _ in range(2)]
+        for server in servers:
+            stack.enter_context(server)
+            threading.Thread(target=server.serve_forever).start()
+            stack.callback(server.shutdown)
+        stack.callback(transport.close)
+        client = httpx.Client(transport=transport, timeout=TIMEOUT)
+        for port in [server.server_port for server in servers] * 2:
+            limit = {"deadline": LIMITS["deadline"]}
+            assert client.get(f"http://127.0.0.1:{port}", extensions=limit).text == str(port)
 
 
 def test_client_imports_neither_command_line_nor_transport_of_httpx():
