@@ -44,7 +44,7 @@ def written(directory, **places):
     page = {each.title: each.code for each in read("docs/quick-start/clusters.md").snippets}
     paths = {}
     for title in ("graphstash.sh", "train.sbatch"):
-        text = page[title].replace("/tmp/graphstash", str(directory / "scratch"))
+        text = page[title].replace("/var/lib/graphstash", str(directory / "scratch"))
         for old, new in places.items():
             text = text.replace(old, new)
         paths[title] = directory / title
