@@ -14,7 +14,6 @@ from support.listener import Listener
 from support.processes import python
 
 TIMEOUT = httpx.Timeout(5.0)
-LIMITS = {"timeout": TIMEOUT, "deadline": Deadline(60)}
 
 
 class Recorder(httpx.HTTPTransport):
@@ -77,13 +76,14 @@ def test_redirects_and_cookies_are_left_alone_and_response_is_closed(listener, r
     listener.status, listener.body = 302, "body"
     listener.headers = "Location: /x\r\nSet-Cookie: a=b\r\n"
     client = LeanClient(recorder, base_url=listener.url, headers={})
+    limits = {"timeout": TIMEOUT, "deadline": Deadline(60)}
     for _ in range(2):
-        with client.stream("GET", "/v1/a", **LIMITS) as response:
+        with client.stream("GET", "/v1/a", **limits) as response:
             assert response.status_code == 302
             assert response.request.method == "GET"
             assert b"".join(response.iter_raw()) == b"body"
         assert response.is_closed
-    with pytest.raises(ZeroDivisionError), client.stream("GET", "/v1/a", **LIMITS) as left:
+    with pytest.raises(ZeroDivisionError), client.stream("GET", "/v1/a", **limits) as left:
         raise ZeroDivisionError
     assert left.is_closed
     assert not any("cookie" in head.lower() for head in listener.heads)
@@ -115,7 +115,7 @@ def test_kept_connection_carries_no_request_to_another_origin():
         stack.callback(transport.close)
         client = httpx.Client(transport=transport, timeout=TIMEOUT)
         for port in [server.server_port for server in servers] * 2:
-            limit = {"deadline": LIMITS["deadline"]}
+            limit = {"deadline": Deadline(60)}
             assert client.get(f"http://127.0.0.1:{port}", extensions=limit).text == str(port)
 
 
