@@ -373,3 +373,38 @@ def test_failed_capture_leaves_replaced_tensors_as_they_were(cuda):
         step(torch.ones(2, 4))
     assert step.mode == "lazy"
     assert effects.total.item() == STEPS
+
+
+class Drawing(Training):
+    """Draw random numbers, as dropout does, and read the loss from the fourth step on."""
+
+    def __init__(self, cuda):
+        super().__init__(traced=True, reads_at=range(4, 99))
+        self.draw = cuda.draw
+
+    def function(self, x, y):
+        self.draw()
+        return super().function(x, y)
+
+
+def test_failed_capture_leaves_stream_generator_and_memory_as_they_were(cuda):
+    Drawing(cuda).train(range(STEPS))
+    assert cuda.stream is cuda.default
+    assert cuda.device == "cuda:7"
+    assert cuda.unended == []
+    assert {*cuda.held.values()} - {0} == {1}  # that of the capture that ends the failed one
+
+
+def test_capture_runs_on_the_device_of_the_state(cuda):
+    seen = []
+    training = Training(traced=True)
+    function = training.function
+
+    def watched(x, y):
+        seen.append((cuda.device, cuda.stream.device))
+        return function(x, y)
+
+    training.step._function = watched
+    training.train(range(4))
+    assert seen[-1] == (CPU, CPU)
+    assert (cuda.device, cuda.stream) == ("cuda:7", cuda.default)

@@ -40,6 +40,7 @@ A step that cannot be traced runs as usual, with a warning that says why.
     recorder    one recorded step as a graph, and whether two are the same
     bindings    the functions of torch_xla that this needs
     torch_graph plain torch: torch.compile, CUDA graphs
+    capture     capture a CUDA graph, and restore torch's state after a failed capture
     comparison  whether a CUDA graph makes the step of the function
     outside     tensors that a step changes outside of its state
 """

@@ -12,6 +12,8 @@ those that change with every step.
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, Final, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -21,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from graphstash.training.device import formula_only
 from graphstash.training.fusion.base import require_unfused
+from graphstash.training.traced.capture import capturing
 from graphstash.training.traced.comparison import Comparison, compared
 from graphstash.training.traced.outside import NO_CHANGES, Outside
 from graphstash.training.traced.step import (
@@ -272,12 +275,15 @@ class CudaGraphStep(TracedStep[R]):
             return result
 
         try:
-            capture = _Capture(recorded, batch, tensors, self._pool, self._state.parameters)
+            with_pool = partial(capturing, pool=self._pool, stream=self._side)
+            capture = _Capture(recorded, batch, tensors, with_pool, self._state.parameters)
         except Exception as error:  # noqa: BLE001 - the function's own error is raised again below
             outside.restore_places()  # a failed capture leaves tensors without values
             before.restore()
             self._state.refresh()
+            self._captures.clear()
             self._refuse(f"CUDA graph capture failed: {_cause(error)}")
+        if self._refused:  # now, because the error's traceback held the tensors of the capture
             return self._run(*batch)
         capture.changes = changes
         self._captures[structure] = capture
@@ -312,7 +318,7 @@ class _Capture:
         function: Callable[..., Any],
         batch: Sequence[Any],
         tensors: Sequence[Tensor],
-        pool: Any,
+        capturing: Callable[[torch.cuda.CUDAGraph], AbstractContextManager[None]],
         parameters: Sequence[Tensor],
     ) -> None:
         self.is_compared = False
@@ -325,8 +331,7 @@ class _Capture:
         self._graph = torch.cuda.CUDAGraph()
         cause: Exception | None = None
         try:
-            # Other threads upload batches, which must not invalidate the capture.
-            with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+            with capturing(self._graph):
                 try:
                     self._result = function(*pytree.tree_unflatten(leaves, nesting))
                 except Exception as error:
