@@ -30,6 +30,7 @@ parser.add_argument("--job")
 parser.add_argument("--stop-after", type=int)
 parser.add_argument("--stop-at", type=int, help="the step whose `on_step` stops the training")
 parser.add_argument("--slow", type=float, default=0.0, help="seconds that loading a sample takes")
+parser.add_argument("--evaluate-every", type=int, help="evaluations draw numbers on the device")
 parser.add_argument(
     "--hold-at", type=int, help="the number of the sample that waits for the file LOSSES.go"
 )
@@ -121,6 +122,12 @@ if options.data == "loader":
     data = DataLoader(Slow(inputs, targets), batch_size=options.batch, shuffle=True)
 else:
     data = training.Batches(Slow(inputs, targets), options.batch, seed=3, rank=rank, world=world)
+
+
+def drawn(_):
+    return {"drawn": torch.rand(3, device=device).sum().item()}
+
+
 counted = Counts()
 started = counts()
 result = training.train(
@@ -135,6 +142,8 @@ result = training.train(
     traced=options.traced,
     ahead=options.ahead,
     log_every=options.log_every,
+    evaluate=drawn if options.evaluate_every else None,
+    evaluate_every=options.evaluate_every,
     checkpoints=options.checkpoints,
     checkpoint_every=options.checkpoint_every,
     callbacks=[Losses(), counted, *([Stops()] if options.stop_at else [])],

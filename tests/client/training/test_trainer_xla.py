@@ -99,3 +99,15 @@ def test_a_resumed_run_finds_all_its_graphs_in_the_cache(jobs, server, namespace
     command = [sys.executable, "-m", "graphstash", "prefetch", "mine"]
     prefetched = subprocess.run(command, env=elsewhere, capture_output=True, text=True, check=True)
     assert int(prefetched.stdout.split()[0]) >= second.hits
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("traced", [False, True])
+def test_evaluation_that_draws_on_the_device_does_not_change_the_training(
+    jobs, whole, tmp_path, traced
+):
+    more = ("--evaluate-every=10", *(["--traced"] if traced else []))
+    jobs.start(
+        tmp_path, *options(tmp_path, *more, "--log-every=10"), script=TRAIN_JOB, under=""
+    ).finish()
+    assert losses_of(tmp_path / "losses") == whole[traced][1]

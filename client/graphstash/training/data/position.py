@@ -237,7 +237,9 @@ def set_random_state(state: Mapping[str, Any], device: torch.device | str = "cpu
     device = torch.device(device)
     if "cuda" in state and torch.cuda.is_available():
         for number, cuda_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(cuda_state, number)
+            # Setting a state makes cuDNN's RNNs draw a new state of their dropout.
+            if not torch.equal(torch.cuda.get_rng_state(number), cuda_state):
+                torch.cuda.set_rng_state(cuda_state, number)
     if "torch_xla" in state and device.type == "xla":
         import torch_xla.core.xla_model as xm
 

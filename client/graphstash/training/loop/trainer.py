@@ -366,13 +366,13 @@ class _Run:
         modes = [(module, module.training) for module in self.options.model.modules()]
         # Random numbers of the evaluation must change neither the training nor the loaded data.
         with self.data_lock, self._averaged():
-            generators = host_random_state()
+            generators = random_state(self.device)
             self.options.model.eval()
             try:
                 with torch.no_grad():
                     metrics = dict(evaluate(self.options.model) or {})
             finally:
-                set_random_state(generators)
+                set_random_state(generators, self.device)
                 for module, mode in modes:
                     module.training = mode
         self._notify(lambda callback: callback.on_evaluation(self.done, metrics))
