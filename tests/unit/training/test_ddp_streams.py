@@ -1,4 +1,4 @@
-"""DDP of a captured step is created on a side stream. The test records streams without a GPU."""
+"""Streams of DDP, of its captured step and of its fused updates. The tests need no GPU."""
 
 import contextlib
 
@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import distributed, nn
 
+from graphstash.errors import ConfigError
+from graphstash.training.fusion.order import StreamOrder
 from graphstash.training.loop import parallel
+from graphstash.training.reduce import SparseState
 
 
 @pytest.fixture
@@ -68,3 +71,24 @@ def test_ddp_of_the_user_is_kept(calls):
     calls.clear()
     assert parallel.DistributedTorch(CUDA).wrap(model, is_captured=True) is model
     assert calls == []
+
+
+def test_sparse_reduction_of_a_captured_step_is_refused(calls):
+    state = object.__new__(SparseState)
+    with pytest.raises(ConfigError, match="cannot be captured as a CUDA graph"):
+        parallel.DistributedTorch(CUDA).wrap(nn.Linear(1, 1), reduce=state, is_captured=True)
+
+
+def test_each_update_waits_for_the_update_before_on_another_stream(calls, monkeypatch):
+    streams = {name: torch.cuda.Stream(CUDA, name) for name in ("main", "first", "second")}
+    current = "first"
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: streams[current])
+    order = StreamOrder()
+    for current in ("first", "first", "second", "main"):  # noqa: B007 - `current_stream` reads it
+        order.follow(CUDA)
+    order.follow(torch.device("cpu"))
+    assert calls == ["second waits for first", "main waits for second"]
+    order.forget()
+    current = "first"
+    order.follow(CUDA)
+    assert len(calls) == 2

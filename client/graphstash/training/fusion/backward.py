@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from graphstash.training.fusion.ambient import Ambient, ambient
 from graphstash.training.fusion.base import Fusion, ModuleHook
 from graphstash.training.fusion.buckets import Buckets
+from graphstash.training.fusion.order import StreamOrder
 from graphstash.training.fusion.parameters import FusionError, named
 from graphstash.training.fusion.partial_step import Options, in_units, options_of, small_of
 from graphstash.training.fusion.uses import (
@@ -107,6 +108,7 @@ class BackwardFusion(Fusion):
         """By parameter that only the step updates: its gradient after backward, and the version."""
         self._updating = threading.Lock()
         """Serializes updates, because the buckets' updates run in other threads."""
+        self._order = StreamOrder()
         without = "train without fusion"
         self._remedy = f'use when="forward", or {without}'
         if any(map(is_fully_sharded, model.modules())):
@@ -284,6 +286,7 @@ class BackwardFusion(Fusion):
     def _end_step(self) -> None:
         with self._updating:
             self._step_token = object()
+            self._order.forget()
         self._release_state()
         self._disarm()
         self._updated.clear()
@@ -337,6 +340,7 @@ class BackwardFusion(Fusion):
             return
         with self._updating:
             with self._true_state():
+                self._order.follow(unit.parameters[0].device)
                 self.before_new_state(unit.parameters)
                 self.partial_step(unit.parameters, options)
             self._updated.update(unit.parameters)
@@ -501,6 +505,7 @@ class BackwardFusion(Fusion):
         try:
             for each, gradient in gradients.items():
                 each.grad = gradient
+            self._order.follow(unit[0].device)
             self.before_new_state(unit)
             self.partial_step(unit, options)
         finally:

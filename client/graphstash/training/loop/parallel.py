@@ -87,7 +87,8 @@ class Parallel:
         model is sharded. `is_captured`: whether CUDA graphs capture the step.
 
         Raises:
-            ConfigError: `reduce` cannot be used, or FullyShardedDataParallel has sharded the model.
+            ConfigError: `reduce` cannot be used, or not in a captured step; or
+                FullyShardedDataParallel has sharded the model.
         """
         del is_captured
         if reduce is not None:
@@ -142,8 +143,13 @@ class DistributedTorch(Parallel):
             )
         if any(map(is_sharded, model.parameters())):
             return super().wrap(model, reduce=reduce, is_captured=is_captured)
+        on_cuda = self._device.type == "cuda"
+        if on_cuda and is_captured and reduce is not None:
+            raise ConfigError(
+                "reduce= reads the device in each step, so the step cannot be captured as a CUDA "
+                "graph: leave reduce or traced out"
+            )
         if not isinstance(model, DistributedDataParallel):
-            on_cuda = self._device.type == "cuda"
             with _on_side_stream(self._device) if on_cuda and is_captured else nullcontext():
                 device_ids = [self._device] if on_cuda else None
                 model = DistributedDataParallel(model, device_ids=device_ids)
