@@ -1,13 +1,16 @@
 """C++ objects in this process, by real compilations of a tenth of a second."""
 
 import ctypes
+import re
 import shlex
 import shutil
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from graphstash.errors import CacheError
 from support.deferred import Deferred
 from support.fault_proxy import Fault, FaultProxy
 from support.server import Server
@@ -223,3 +226,66 @@ def test_a_header_is_prepared_when_the_first_object_is_built(host, tmp_path, com
         assert answer(fetched) == 42
     assert prepared == ["header.h"]
     assert len(commands) == 1
+
+
+@pytest.fixture
+def on_gpu(monkeypatch):
+    """Return a function that returns the key's parts of a graph for GPUs, as on a host with GPUs of
+    these kinds.
+    """
+    torch, functions = fingerprint.torch, ("_fixed_accelerator_parts", "_triton_target")
+
+    def forget():
+        for name in functions:
+            getattr(fingerprint, name).cache_clear()
+
+    def parts(*kinds):
+        module = SimpleNamespace(
+            get_device_properties=kinds.__getitem__, device_count=kinds.__len__
+        )
+        monkeypatch.setattr(fingerprint, "accelerator_type", lambda: "cuda")
+        monkeypatch.setattr(torch, "get_device_module", lambda _: module)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+        forget()
+        return fingerprint.entry_parts("pt2:fx-graph-v1::fabc_gpu:c1", variant=0)
+
+    yield parts
+    forget()
+
+
+def kind(**properties):
+    named = {"name": "NVIDIA H100", "major": 9, "minor": 0, "multi_processor_count": 132}
+    return SimpleNamespace(**named | properties)
+
+
+def test_key_of_graph_on_gpu_holds_every_kind_of_device(on_gpu):
+    whole = on_gpu(kind())
+    assert on_gpu(kind(), kind()) == whole
+    assert on_gpu(kind(multi_processor_count=66)) != whole
+    assert on_gpu(kind(), kind(name="NVIDIA A100")) != whole
+
+
+@pytest.mark.parametrize(
+    ("name", "is_in_key"),
+    [
+        *((name, True) for name in ("TRITON_DEFAULT_FP_FUSION", "TRITON_F32_DEFAULT")),
+        *((name, False) for name in ("TRITON_CACHE_DIR", "TRITON_PRINT_AUTOTUNING")),
+    ],
+)
+def test_key_of_graph_on_gpu_holds_what_changes_kernels_of_triton(
+    on_gpu, monkeypatch, name, is_in_key
+):
+    monkeypatch.delenv(name, raising=False)
+    before = on_gpu(kind())
+    monkeypatch.setenv(name, "0")
+    assert (on_gpu(kind()) != before) is is_in_key
+
+
+def test_key_of_graph_on_gpu_holds_the_digest_of_the_assembler(on_gpu):
+    assert re.fullmatch(r"\d+ [0-9a-f]{64}", on_gpu(kind())["triton_ptxas"])
+
+
+def test_graph_on_gpu_whose_kernels_the_user_replaces_is_not_shared(on_gpu, monkeypatch):
+    monkeypatch.setenv("TRITON_KERNEL_OVERRIDE", "1")
+    with pytest.raises(CacheError, match="TRITON_KERNEL_OVERRIDE is set"):
+        on_gpu(kind())

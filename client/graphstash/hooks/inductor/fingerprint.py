@@ -5,6 +5,9 @@ Inductor's settings, a hash of torch's Python files, the GPU's name and the CUDA
 the target of the C++ code in an entry. With this key alone, an AVX-512 entry would be a hit on an
 AVX2 host and silently compute wrong numbers. So this module adds the vector instruction set, the
 CPU, the thread count (2.7), the C++ compiler, the C library, Python and the driver.
+
+An entry for GPUs contains the Triton kernels of the graph. torch 2.8 and newer load these kernels
+without Triton's own key. So this module also adds what Triton compiles with.
 """
 
 import os
@@ -21,6 +24,7 @@ from typing import Any, Final
 
 import torch
 from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
+from torch.utils._triton import has_triton_package
 
 from graphstash._compile.request import CompileRequest
 from graphstash.hooks.environment import (
@@ -41,6 +45,12 @@ _OF_USERS: Final = frozenset(
     {"HOME", "LOGNAME", "OLDPWD", "PATH", "PWD", "SHLVL", "TMPDIR", "USER", "_"}
 )
 """Variables that a script may name and that differ between users. They are omitted."""
+
+_PROPERTIES: Final = (
+    *("name", "gcnArchName", "major", "minor", "multi_processor_count", "warp_size"),
+    *("gpu_eu_count", "driver_version"),  # of Intel's GPUs
+)
+"""Properties of a device that Inductor or Triton may read."""
 
 _OF_CPU: Final = frozenset({"compiler", "cpu_features", "cpu_model"})
 
@@ -164,15 +174,22 @@ def _device_type() -> DeviceType:
     if accelerator == "cuda" and torch.version.hip is None:
         major, minor = torch.cuda.get_device_capability()
         return DeviceType.of("cuda", f"sm_{major}{minor}")
-    return DeviceType.of(accelerator, read_part(_device_name))
+    properties: Any = torch.get_device_module(accelerator).get_device_properties()
+    if accelerator == "cuda":
+        return DeviceType.of("rocm", str(properties.gcnArchName).partition(":")[0])
+    return DeviceType.of(accelerator, str(properties.name))
 
 
-@cache
 def _accelerator_parts() -> Mapping[str, str]:
     if not accelerator_type():
         return {"device": "cpu"}
+    return {**_fixed_accelerator_parts(), **_triton_parts()}
+
+
+@cache
+def _fixed_accelerator_parts() -> Mapping[str, str]:
     return {
-        "device": read_part(_device_name),
+        "device": read_part(_device_kinds),
         "cuda": read_part(lambda: torch.version.cuda),
         "hip": read_part(lambda: torch.version.hip),
         "driver": read_part(_driver),
@@ -183,5 +200,38 @@ def _driver() -> Any:
     return torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined] # builds with CUDA
 
 
-def _device_name() -> str:
-    return str(torch.get_device_module(accelerator_type()).get_device_name())
+def _triton_parts() -> Mapping[str, str]:
+    """Return what changes the Triton kernels in an entry.
+
+    Raises:
+        CacheError: no key covers everything that Triton compiles.
+    """
+    if not has_triton_package():
+        return {}
+    from graphstash.hooks.triton.fingerprint import compiler_parts
+
+    parts = compiler_parts(os.environ, *_triton_target())
+    return {name if name.startswith("env.") else f"triton_{name}": parts[name] for name in parts}
+
+
+@cache
+def _triton_target() -> tuple[str, Any]:
+    """Return Triton's names of backend and architecture. Only those of CUDA matter."""
+    if accelerator_type() != "cuda" or torch.version.hip is not None:
+        return accelerator_type(), ""
+    major, minor = torch.cuda.get_device_capability()
+    return "cuda", 10 * major + minor
+
+
+def _device_kinds() -> str:
+    """Return the kinds of the visible devices. Inductor generates code for the number of their
+    processors, which a partition of a device or a service may reduce.
+    """
+    module: Any = torch.get_device_module(accelerator_type())
+    found = map(module.get_device_properties, range(module.device_count()))
+    return " + ".join(sorted({_kind(each) for each in found}))
+
+
+def _kind(properties: Any) -> str:
+    named = ((name, getattr(properties, name, None)) for name in _PROPERTIES)
+    return " ".join(f"{name}={value}" for name, value in named if value is not None)

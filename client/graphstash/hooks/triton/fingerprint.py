@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import triton
+from triton.backends import backends
 
 from graphstash._compile.request import CompileRequest
 from graphstash.errors import CacheError, Reason
 from graphstash.hooks.environment import read_part, sample_of
 from graphstash.hooks.triton.source import (
     compiled_for,
+    options_being_compiled,
     replacements,
     settings_of,
     target_being_compiled,
@@ -28,7 +30,7 @@ from graphstash.hooks.triton.source import (
 )
 from graphstash_schema import ArtifactKind, DeviceType
 
-__all__ = ["request_of", "unshared_request"]
+__all__ = ["compiler_parts", "library_parts", "request_of", "unshared_request"]
 
 _DEVICE: Final = DeviceType("gpu")
 """One device type for all GPUs: Triton's key contains the architecture. A guessed type, such as the
@@ -64,6 +66,38 @@ def request_of(key: str, group: str, environ: Mapping[str, str], source: Any) ->
     Raises:
         CacheError: no key covers everything that Triton compiles, or the source is None.
     """
+    target = target_being_compiled()
+    backend, arch = getattr(target, "backend", ""), getattr(target, "arch", "")
+    parts = {
+        **compiler_parts(environ, backend, arch),
+        "triton": triton.__version__,
+        "triton_key": key,
+        "group": group,
+        "values": values_in(source),
+    }
+    if backend == "hip":
+        parts |= library_parts(options_being_compiled())
+    return CompileRequest.of(
+        ArtifactKind.TRITON,
+        _DEVICE,
+        parts,
+        toolchain=f"triton {triton.__version__}",
+        label=group.partition(".")[0],
+        details=partial(_details, source),
+    )
+
+
+def compiler_parts(environ: Mapping[str, str], backend: str, arch: Any) -> dict[str, str]:
+    """Return what changes every kernel for a target, and Triton's keys omit.
+
+    Args:
+        environ: the environment variables.
+        backend: Triton's name of the target's backend, e.g. `cuda`.
+        arch: architecture of the target, e.g. 90.
+
+    Raises:
+        CacheError: no key covers everything that Triton compiles.
+    """
     for name, value in environ.items():
         if value.lower() not in _OFF and (name in _FOREIGN_CODE or _PLUGIN.fullmatch(name)):
             raise CacheError(Reason.UNSHAREABLE, f"kernels are not shared: {name} is set")
@@ -74,25 +108,31 @@ def request_of(key: str, group: str, environ: Mapping[str, str], source: Any) ->
         and _READ.fullmatch(name)
         and not _SAME_KERNEL.fullmatch(name)
     }
-    parts = {
-        **settings,
-        "triton": triton.__version__,
-        "triton_key": key,
-        "group": group,
-        "values": values_in(source),
-        "knobs": settings_of(environ),
-        "ptxas": _ptxas(target_being_compiled()),
-    }
+    parts = {**settings, "knobs": settings_of(environ), "ptxas": _ptxas(backend, arch)}
     if replaced := replacements():
         parts["replaced"] = replaced
-    return CompileRequest.of(
-        ArtifactKind.TRITON,
-        _DEVICE,
-        parts,
-        toolchain=f"triton {triton.__version__}",
-        label=group.partition(".")[0],
-        details=partial(_details, source),
-    )
+    return parts
+
+
+def library_parts(options: Any) -> dict[str, str]:
+    """Return digests of the libraries that `options` links, and of AMD's linker.
+
+    For AMD, the key of Triton 3.3 contains the paths of the libraries, not their contents, and the
+    linker's version.
+    """
+    libraries = dict(getattr(options, "extern_libs", None) or ())
+    return {
+        "libraries": " ".join(
+            f"{name}={read_part(partial(_sample, Path(path)))}"
+            for name, path in sorted(libraries.items())
+        ),
+        "linker": read_part(_sample_of_linker),
+    }
+
+
+def _sample_of_linker() -> str:
+    find = getattr(backends["hip"].compiler, "path_to_rocm_lld", None)
+    return "built in" if find is None else _sample(Path(find()))
 
 
 def unshared_request(key: str, group: str) -> CompileRequest:
@@ -106,13 +146,11 @@ def unshared_request(key: str, group: str) -> CompileRequest:
     )
 
 
-def _ptxas(target: Any) -> str:
+def _ptxas(backend: str, arch: Any) -> str:
     """Return the digest of CUDA's assembler, or "". Triton's key contains only its version, which
     another build may also report.
     """
-    if getattr(target, "backend", "") != "cuda":
-        return ""
-    return read_part(partial(_sample_of_ptxas, target.arch))
+    return read_part(partial(_sample_of_ptxas, arch)) if backend == "cuda" else ""
 
 
 def _sample_of_ptxas(arch: int) -> str:
@@ -122,8 +160,12 @@ def _sample_of_ptxas(arch: int) -> str:
     return _sample(Path(getattr(tool, "path", None) or tool[0]))
 
 
-@cache
 def _sample(path: Path) -> str:
+    return _sample_of_version(path, path.stat().st_mtime_ns)
+
+
+@cache
+def _sample_of_version(path: Path, _changed_ns: int) -> str:
     return sample_of(path)
 
 

@@ -19,6 +19,7 @@ from graphstash.hooks.triton.replaced import changed_in_place, replaced_members
 
 __all__ = [
     "compiled_for",
+    "options_being_compiled",
     "replacements",
     "settings_of",
     "source_being_compiled",
@@ -48,6 +49,11 @@ def source_being_compiled() -> Any:
 def target_being_compiled() -> Any:
     """Return the GPU for which Triton compiles in this thread, or None."""
     return _locals_of_compile().get("target")
+
+
+def options_being_compiled() -> Any:
+    """Return the options with which Triton compiles in this thread, or None."""
+    return _locals_of_compile().get("options")
 
 
 def compiled_for() -> dict[str, str]:
