@@ -90,9 +90,16 @@ def test_second_run_finds_the_program_and_compiles_nothing(first, options, serve
     assert server.stats("jax-prewarm")["puts"] == puts
 
 
-def test_prewarmed_key_and_artifact_equal_those_of_a_job(first, server, tmp_path):
+def test_prewarmed_key_and_artifact_equal_those_of_a_job_on_a_tpu_host(first, server, tmp_path):
+    # JAX adds a flag of libtpu on hosts with TPUs, and the flag is a part of its key.
+    variables = {"JAX_FORCE_TPU_INIT": "1"}
     with JaxJobs(tmp_path, url=server.url, namespace="jax-prewarm") as jobs:
-        job = jobs.run("job", "prewarmed_by_hand", environment="jax-newest", under="graphstash run")
+        job = jobs.run(
+            *("job", "prewarmed_by_hand"),
+            environment="jax-newest",
+            under="graphstash run",
+            variables=variables,
+        )
     assert job.report["components"] == first["components"]
     assert first["jax_key"] == f"jit_step-{job.report['whole']}"
     # A client that can only compile loads no artifact. Its own artifact has the same key.

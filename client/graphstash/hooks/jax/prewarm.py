@@ -19,6 +19,7 @@ from time import monotonic
 from typing import Any, Final
 
 import jax
+from jax._src import cloud_tpu_init
 from jax.experimental import topologies
 
 from graphstash._artifacts.stash import Stash
@@ -34,6 +35,9 @@ from graphstash_schema import ArtifactKey
 __all__ = ["Prewarmed", "prewarm"]
 
 _COMPONENT: Final = re.compile(r"get_cache_key hash of serialized (.+): ([0-9a-f]{64})")
+
+_FORCE: Final = "JAX_FORCE_TPU_INIT"
+"""Variable that makes JAX act as on a host with TPUs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +201,30 @@ def _function(target: str) -> Callable[..., Any]:
     return function
 
 
+def _act_as_on_a_tpu_host() -> None:
+    """Set the variables that JAX sets when it is imported on a host with TPUs.
+
+    JAX adds a flag to LIBTPU_INIT_ARGS there, and its key contains the flags. Call this before
+    libtpu is loaded, because libtpu reads the flags at that time.
+    """
+    settings = ("jax_platforms", "jax_pjrt_client_create_options")
+    before = {name: getattr(jax.config, name) for name in settings if hasattr(jax.config, name)}
+    was_there, was_forced = cloud_tpu_init.running_in_cloud_tpu_vm, os.environ.get(_FORCE)
+    os.environ[_FORCE] = "1"
+    try:
+        cloud_tpu_init.cloud_tpu_init()
+    finally:
+        if was_forced is None:
+            del os.environ[_FORCE]
+        # Programs for this host run on its CPU.
+        cloud_tpu_init.running_in_cloud_tpu_vm = was_there
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
 def _devices(platform: str, topology: str) -> list[Any]:
+    if platform == "tpu":
+        _act_as_on_a_tpu_host()
     # Otherwise libtpu asks the cloud's metadata server for the hardware, which takes minutes on a
     # host outside a cloud.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
