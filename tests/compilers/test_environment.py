@@ -1,6 +1,11 @@
 """Environment variables of a process that lead to another executable."""
 
+import json
 import mmap
+import subprocess
+import sys
+
+import pytest
 
 from graphstash.hooks.environment import EnvironmentStates, environment_parts
 from graphstash.hooks.mappings import memory_mappings
@@ -22,6 +27,9 @@ def test_a_value_that_stands_beside_its_flag_stays_with_it():
 
 def test_variables_that_identify_the_process_do_not_matter():
     assert parts(TPU_WORKER_ID="3", NEURON_PJRT_PROCESS_INDEX="3", HOME="/root") == {}
+    assert parts(TPU_HOSTNAME_OVERRIDE="a", TPU_VISIBLE_DEVICE_PATHS="/dev/accel3") == {}
+    assert parts(TPU_ML_PLATFORM="JAX", TPU_RUNTIME_PRIMARY_METRIC_PORT="8431") == {}
+    assert parts(TPU_MEGACORE="megacore_dense") != {}
 
 
 def test_flags_that_only_name_output_directories_change_no_part():
@@ -82,3 +90,51 @@ def test_mapped_file_may_have_any_name(tmp_path):
     path.write_bytes(b"text")
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
         assert str(path) in {each.path for each in memory_mappings()}
+
+
+READS_LIBRARIES = """
+import ctypes, json, sys
+from types import ModuleType
+
+from graphstash.hooks import device_libraries
+
+versions = ModuleType("jax_cuda12_plugin._versions")
+versions.cudnn_get_version, versions.cudnn_build_version = lambda: 91300, lambda: 90100
+versions.cublas_get_version = lambda: 1 / 0
+sys.modules[versions.__name__] = versions
+for path in sys.argv[1:]:
+    ctypes.CDLL(path)
+print(json.dumps({**device_libraries.gpu_parts(), "libtpu": device_libraries.libtpu()}))
+"""
+
+
+@pytest.fixture
+def libraries(tmp_path):
+    """Return a function that returns the parts of a process with libraries of these names."""
+
+    def read(*names, version=12080):
+        source = f"int cuDriverGetVersion(int *to) {{ *to = {version}; return 0; }}"
+        paths = [tmp_path / name for name in names]
+        for path in paths:
+            command = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", path]
+            subprocess.run(command, input=source, text=True, check=True)
+        command = [sys.executable, "-c", READS_LIBRARIES, *paths]
+        return json.loads(subprocess.check_output(command))
+
+    return read
+
+
+def test_parts_for_gpus_hold_the_loaded_driver_and_libraries(libraries):
+    parts = libraries("libcuda.so.570.86.10")
+    assert parts["driver"] == "libcuda 12080"
+    assert "cublas:none (ZeroDivisionError)" in parts["libraries"]
+    assert "cudnn:91300" in parts["libraries"]
+    assert "90100" not in parts["libraries"]
+    assert libraries("libcuda.so.580.65.06", version=13000)["driver"] == "libcuda 13000"
+
+
+def test_sample_of_the_loaded_libtpu_differs_between_builds(libraries):
+    assert libraries()["libtpu"] == "none"
+    assert (
+        libraries("libtpu.so", version=1)["libtpu"] != libraries("libtpu.so", version=2)["libtpu"]
+    )

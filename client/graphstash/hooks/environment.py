@@ -38,12 +38,14 @@ _SAME_EXECUTABLE: Final = re.compile(
     r"XLA_(PERSISTENT_CACHE|METRICS|FNTRACKER|SAVE|DUMP|COMPILATION_CACHE_SIZE)\w*"
     r"|TPU_(WORKER_ID|WORKER_HOSTNAMES|PROCESS_ADDRESSES|PROCESS_PORT|STDERR_LOG_LEVEL"
     r"|MIN_LOG_LEVEL|LOG_DIR|VISIBLE_CHIPS|VISIBLE_DEVICES|SKIP_MDS_QUERY|NAME)"
-    r"|TPU_(RUNTIME_METRICS_PORTS|LIBRARY_PATH)"
+    r"|TPU_(RUNTIME_\w*METRIC\w*|LIBRARY_PATH|HOSTNAME_OVERRIDE|VISIBLE_DEVICE_PATHS|VMODULE)"
+    r"|TPU_(ML_PLATFORM(_VERSION)?|VLOG_LEVEL|MAX_LOG_SIZE_MB|CORE_DUMP_DIRECTORY)"
     r"|PJRT_(LOCAL_PROCESS_RANK|LOCAL_PROCESS_COUNT|ALLOCATOR_\w+|DIST_SERVICE_ADDR)"
     r"|XLA_COORDINATOR_PORT"
     r"|NEURON_(RT_\w+|LIBRARY_PATH|COMPILE_CACHE_URL|PJRT_PROCESS_INDEX)"
 )
-"""Names of variables outside the fingerprint: they identify the host, rank or job, or name a path.
+"""Names of variables outside the fingerprint: they identify the host, rank, job or framework, name
+a path, or change only logs. Those of TPUs are in libtpu 0.0.42.1.
 
 If the fingerprint contained the rank's number, ranks would share nothing. It contains the loaded
 libtpu instead of its path."""

@@ -6,21 +6,20 @@ and the topology (`jax._src.cache_key`). The fingerprint adds:
 - The CPU's features, because an executable for another CPU crashes with SIGILL. According to
   measurements, JAX 0.4.31 to 0.12.0 include them in a CPU's topology.
 - The number of the CPU client's threads. XLA splits loops for it, which changes the order of sums.
-- The version of libtpu, which JAX's key omits before 0.6 (jax-ml/jax#27814).
-- The versions of the GPU libraries with which XLA tuned an executable. JAX's key omits them.
+- The version of libtpu, which JAX's key omits before 0.6 (jax-ml/jax#27814), and a sample of the
+  loaded libtpu, which TPU_LIBRARY_PATH may name. On TPU v4, the variable that joins two cores.
+- The versions of the GPU's driver and libraries, see `device_libraries`.
 """
 
 import hashlib
 import os
-import re
-from functools import cache, partial
-from importlib import metadata
-from typing import Any, Final
+from functools import partial
+from typing import Any
 
 import jax
 
 from graphstash._compile.request import CompileRequest
-from graphstash.hooks import environment
+from graphstash.hooks import device_libraries, environment
 from graphstash.hooks.environment import version_of
 from graphstash.hooks.jax.compiling import Program
 from graphstash.hooks.jax.program_text import details_of, settings
@@ -28,8 +27,6 @@ from graphstash.hooks.labels import function_label
 from graphstash_schema import ArtifactKind, DeviceType
 
 __all__ = ["request_of"]
-
-_GPU_LIBRARIES: Final = re.compile(r"(jax[-_](cuda|rocm)|nvidia[-_])[\w-]*", re.IGNORECASE)
 
 
 def request_of(jax_key: str, program: Program, *, label: str = "") -> CompileRequest:
@@ -49,8 +46,10 @@ def request_of(jax_key: str, program: Program, *, label: str = "") -> CompileReq
         parts["threads"] = program.threads
     if program.platform == "tpu":
         parts["libtpu"] = version_of("libtpu") or version_of("libtpu-nightly")
+        parts["libtpu_library"] = device_libraries.libtpu()
+        parts["megacore"] = os.environ.get("TPU_MEGACORE", "")
     elif program.platform == "gpu":
-        parts["libraries"] = _gpu_libraries()
+        parts |= device_libraries.gpu_parts()
     label = label or function_label(jax_key.rpartition("-")[0])
     return CompileRequest.of(
         ArtifactKind.JAX,
@@ -96,14 +95,3 @@ def _bounds(program: Program) -> str:
     if not all(places):
         return str(len(places))
     return "x".join(str(max(axis) + 1) for axis in zip(*places, strict=True))
-
-
-@cache
-def _gpu_libraries() -> str:
-    """Return the versions of the installed wheels of JAX's GPU plug-ins and NVIDIA's libraries."""
-    found = {
-        f"{name.lower()}={distribution.version}"
-        for distribution in metadata.distributions()
-        if _GPU_LIBRARIES.fullmatch(name := str(distribution.metadata["Name"]))
-    }
-    return " ".join(sorted(found))

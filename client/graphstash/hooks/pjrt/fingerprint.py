@@ -13,6 +13,7 @@ import sys
 from dataclasses import dataclass
 from typing import Final
 
+from graphstash.hooks.device_libraries import gpu_parts
 from graphstash.hooks.environment import (
     EnvironmentStates,
     cpu_device_type,
@@ -213,6 +214,8 @@ class Fingerprints:
         if topology.platform.lower() == "cpu":
             parts |= {"libc": libc(), "cpu_features": " ".join(cpu_features())}
             parts["threads"] = self._threads.get(args.client) or threads()
+        if topology.platform.lower() in {"cuda", "rocm"}:
+            parts |= gpu_parts()
         if topology.platform.lower() == "neuron":  # the plug-in calls a separate compiler
             parts["compiler"] = version_of("neuronx-cc") or "none"
         return parts

@@ -20,7 +20,6 @@ import sys
 import threading
 from collections.abc import Mapping
 from importlib import metadata
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -28,16 +27,15 @@ import torch_xla
 import torch_xla.runtime as xr
 
 from graphstash._compile.request import CompileRequest
+from graphstash.hooks.device_libraries import gpu_parts, libtpu
 from graphstash.hooks.environment import (
     EnvironmentStates,
     cpu_device_type,
     cpu_features,
     libc,
     read_part,
-    sample_of,
 )
 from graphstash.hooks.labels import user_line
-from graphstash.hooks.mappings import memory_mappings
 from graphstash.hooks.torch_xla.omitted import omitted_attributes
 from graphstash_schema import ArtifactKind, DeviceType
 
@@ -126,13 +124,15 @@ def _compiling_line() -> str:
 
 
 def _process_parts() -> dict[str, str]:
+    of_gpus = gpu_parts() if xr.device_type() in {"CUDA", "ROCM"} else {}
     return {
+        **of_gpus,
         "torch": torch.__version__,
         "torch_xla": torch_xla.__version__,
         "git_revisions": read_part(lambda: sorted(torch_xla._XLAC._get_git_revs().items())),
         "library": read_part(_library_hash),
         "libtpu": read_part(lambda: metadata.version("libtpu")),
-        "libtpu_library": read_part(_libtpu_hash),
+        "libtpu_library": libtpu(),
         "platform": read_part(xr.device_type),
         "device_kind": read_part(lambda: torch_xla._XLAC._xla_device_kind("xla:0")),
         "devices": read_part(torch_xla._XLAC._xla_get_all_device_attributes),
@@ -153,14 +153,6 @@ def _library_hash() -> str:
         for file in metadata.files("torch_xla") or ()
         if file.name.startswith("_XLAC.") and file.hash is not None
     )
-
-
-def _libtpu_hash() -> str:
-    """Return a sample (size, beginning and end) of the libtpu that this process has loaded."""
-    for mapping in memory_mappings():
-        if mapping.path.endswith("libtpu.so"):
-            return sample_of(Path(mapping.path))
-    return "none"
 
 
 def _device_type() -> DeviceType:
