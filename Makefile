@@ -16,7 +16,7 @@ export PYTHONSAFEPATH = 1
 # Otherwise every process compiles every module again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo serve test test-all test-package test-pairs test-random test-images test-gpu test-pythons \
+.PHONY: help demo serve test test-all test-package test-pairs test-random test-images test-gpu test-tpu test-pythons \
     coverage fuzz check lint types format hooks dist docs docs-serve reference \
     bench bench-fleet bench-training bench-tuning bench-reduce constraints clean
 
@@ -84,9 +84,13 @@ test-images: $(VENV)/.installed $(VENV)/.packages  ## Run the image and the comp
 .test-images:
 	@if $(HAS_ENGINE); then $(MAKE) test-images; else echo 'NOT RUN: $(NO_ENGINE).'; fi
 
-test-gpu: $(VENV)/.installed  ## Run the tests that need a GPU of NVIDIA
-	$(BIN)/python -c 'import torch; torch.zeros(1, device="cuda")'
-	$(BIN)/python -m pytest --gpu -rP tests/gpu
+test-gpu: $(VENV)/.installed  ## Run the tests that need a GPU of NVIDIA, and print what they show
+	@$(BIN)/python tests/support/require_device.py gpu
+	$(BIN)/python -m pytest --gpu tests/gpu
+
+test-tpu: $(VENV)/.installed  ## Run the tests that need a TPU VM, and print what they show
+	@$(BIN)/python tests/support/require_device.py tpu
+	$(BIN)/python -m pytest --tpu tests/tpu
 
 # Tests that need no compiler.
 LIGHT_TESTS ?= tests/unit tests/service tests/client/doctor tests/client/tuning \

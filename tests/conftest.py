@@ -91,6 +91,7 @@ def pytest_addoption(parser):
     parser.addoption("--seed-of-pairs", type=int, default=1, help="chooses the generated pairs")
     parser.addoption("--images", action="store_true", help="also run tests marked `images`")
     parser.addoption("--gpu", action="store_true", help="also run tests marked `gpu`")
+    parser.addoption("--tpu", action="store_true", help="also run tests marked `tpu`")
     parser.addoption("--npm", action="store_true", help="also run tests marked `npm`")
 
 
@@ -148,7 +149,7 @@ def pytest_itemcollected(item):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config, items):
-    for mark in ("extended", "images", "gpu", "npm"):
+    for mark in ("extended", "images", "gpu", "tpu", "npm"):
         if not config.getoption(mark):
             left_out = [item for item in items if item.get_closest_marker(mark)]
             config.hook.pytest_deselected(items=left_out)

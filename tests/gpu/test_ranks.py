@@ -1,4 +1,6 @@
-"""On a GPU, sparse gradients and a captured step train as plain DDP does."""
+"""On a GPU, sparse gradients, a captured step and fused updates train as plain DDP does."""
+
+import os
 
 import pytest
 
@@ -6,18 +8,32 @@ from support.compiler_jobs import CompilerJobs
 
 pytestmark = pytest.mark.gpu
 
+DEVICE = os.environ.get("TEST_DEVICE", "cuda")
 
-@pytest.fixture
-def start(tmp_path):
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
     variables = {"PJRT_DEVICE": "", "CUDA_MODULE_LOADING": "LAZY"}
-    with CompilerJobs(tmp_path, cases="gpu_ranks", under="python", variables=variables) as jobs:
-        yield jobs.start
+    directory = tmp_path_factory.mktemp("ranks")
+    with CompilerJobs(directory, cases="gpu_ranks", under="python", variables=variables) as jobs:
+        yield jobs
 
 
-def test_two_ranks_train_to_the_bits_of_dense_gradients_over_gloo(start, tmp_path):
-    store = (tmp_path / "store").as_uri()
+@pytest.fixture(scope="module")
+def of_one_rank(jobs):
+    """The report of one rank, over NCCL on CUDA."""
+    store = (jobs.directory / "store-of-one").as_uri()
+    return jobs.run("rank", "one_rank", {"store": store, "device": DEVICE}).report
+
+
+def test_two_ranks_train_to_the_bits_of_dense_gradients_over_gloo(jobs):
+    store = (jobs.directory / "store").as_uri()
     ranks = [
-        start(f"rank-{number}", "ddp", {"number": number, "size": 2, "store": store})
+        jobs.start(
+            f"rank-{number}",
+            "ddp",
+            {"number": number, "size": 2, "store": store, "device": DEVICE},
+        )
         for number in range(2)
     ]
     first, second = (rank.finish().report for rank in ranks)
@@ -26,7 +42,14 @@ def test_two_ranks_train_to_the_bits_of_dense_gradients_over_gloo(start, tmp_pat
     assert first["aggregated"]
 
 
-def test_captured_step_under_nccl_has_the_bits_of_ddp(start, tmp_path):
-    report = start("rank", "nccl", {"store": (tmp_path / "store").as_uri()}).finish().report
-    assert (report["mode"], report["reason"]) == ("traced", None)
-    assert report["traced"] == report["plain"]
+def test_captured_step_under_nccl_has_the_bits_of_ddp(of_one_rank):
+    assert (of_one_rank["mode"], of_one_rank["reason"]) == ("traced", None)
+    assert of_one_rank["traced"] == of_one_rank["plain"]
+
+
+def test_sparse_gradients_over_nccl_have_the_bits_of_dense_ones(of_one_rank):
+    assert of_one_rank["sparse"]
+
+
+def test_updates_fused_with_nccl_use_the_learning_rate_of_their_step(of_one_rank):
+    assert of_one_rank["fused"] == of_one_rank["unfused"]

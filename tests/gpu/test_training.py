@@ -1,5 +1,7 @@
 """On a GPU, a step never waits for the device and equals the plain loop to the bit."""
 
+import os
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import pytest
@@ -31,7 +33,8 @@ from graphstash.training.device import formula_only
 
 pytestmark = pytest.mark.gpu
 
-CUDA = torch.device("cuda", 0)
+CUDA = torch.device(os.environ.get("TEST_DEVICE", "cuda"), 0)
+IS_CUDA = CUDA.type == "cuda"
 STEPS = 8
 OPTIMIZERS = {
     "SGD": partial(SGD, lr=0.05, momentum=0.9),
@@ -98,6 +101,20 @@ class Training:
         return [each.cpu() for each in [*own, *kept] if isinstance(each, torch.Tensor)]
 
 
+@contextmanager
+def without_waits():
+    """Let CUDA raise an error if the host waits for the device."""
+    if not IS_CUDA:
+        yield
+        return
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def by_formula(function, *arguments):
     token = formula_only.set(True)
     try:
@@ -111,19 +128,15 @@ def assert_same(ours, theirs):
 
 
 # Shampoo's and SOAP's threads wait for the device, and CUDA's check covers every thread.
-@pytest.mark.parametrize("name", OPTIMIZERS.keys() - {"Shampoo", "SOAP"})
+@pytest.mark.parametrize("name", [each for each in OPTIMIZERS if each not in {"Shampoo", "SOAP"}])
 def test_step_never_waits_for_the_device(name):
     training = Training(name)
     for number in range(4):  # kernels are checked, state is created, roots are computed
         training.step(*batch(number))
     batches = [batch(number) for number in range(4, 8)]
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_waits():
         for each in batches:
             training.step(*each)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @every_optimizer
@@ -202,6 +215,46 @@ def test_step_that_reads_the_device_is_refused_with_its_cause():
     assert step.mode == "lazy"
     assert "capturing" in step.reason
     assert_same(traced.tensors(), plain.tensors())
+
+
+def test_failed_capture_leaves_stream_generator_and_memory_as_they_were():
+    training = Training("AdamW", dropout=0.5)
+
+    def reading(x, y):
+        loss = training.step(x, y)
+        loss.item()
+        return loss
+
+    step = traced_step(reading, training.parts)
+    stream = torch.cuda.current_stream(CUDA)
+    for number in range(STEPS):
+        step(*batch(number, 4096))
+        kept = torch.ones(1 << 20, device=CUDA)
+        kept.record_stream(torch.cuda.Stream(CUDA))
+        del kept
+    assert step.mode == "lazy"
+    assert torch.cuda.current_stream(CUDA) == stream
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # raises an error while torch counts the capture
+    assert torch.cuda.memory_reserved() < 2 * torch.cuda.memory_allocated() + (64 << 20)
+
+
+def test_evaluation_that_draws_on_the_device_does_not_change_the_training():
+    losses = []
+    for evaluate in (None, lambda _: {"drawn": float(torch.rand((), device=CUDA))}):
+        torch.manual_seed(0)
+        model = Model(dropout=0.5).to(CUDA)
+        x = torch.randn(160, 32, generator=torch.Generator().manual_seed(0))
+        options = {"evaluate": evaluate, "evaluate_every": 4 if evaluate else None}
+        result = train(
+            *(model, AdamW(model.parameters(), lr=0.01), Batches((x, x[:, :4]), 16)),
+            loss=lambda model, batch: functional.mse_loss(model(batch[0]), batch[1]),
+            steps=12,
+            progress=False,
+            **options,
+        )
+        losses.append(result.losses)
+    assert losses[0] == losses[1]
 
 
 def test_graph_that_keeps_a_number_which_changes_is_refused():
@@ -297,9 +350,9 @@ def test_fused_steps_have_the_bits_of_the_loop(name, when):
 def test_loader_uploads_whole_batches_while_the_device_is_busy():
     source = [torch.full((1 << 20,), float(number)) for number in range(24)]
     busy = torch.randn(4096, 4096, device=CUDA)
-    stream = torch.cuda.Stream(CUDA)
+    stream = torch.cuda.Stream(CUDA) if IS_CUDA else None
     with (
-        torch.cuda.stream(stream),
+        torch.cuda.stream(stream) if IS_CUDA else nullcontext(),
         DeviceLoader(source, upload=lambda each: to_device(each, CUDA)) as loader,
     ):
         sums = []
@@ -307,7 +360,8 @@ def test_loader_uploads_whole_batches_while_the_device_is_busy():
             busy = torch.tanh(busy @ busy)
             sums.append(each.sum())
             del each
-    stream.synchronize()
+    if IS_CUDA:
+        stream.synchronize()
     assert [float(each) for each in sums] == [float(n << 20) for n in range(24)]
 
 
@@ -316,10 +370,7 @@ def test_norm_is_clipped_without_a_wait():
     functional.mse_loss(training.model(batch(0)[0]), batch(0)[1]).backward()
     parameters = [*training.model.parameters()]
     gradients = [each.grad.clone() for each in parameters]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_waits():
         norm = clip_grad_norm_(parameters, 0.01)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     expected = torch.cat([each.reshape(-1) for each in gradients]).norm()
     torch.testing.assert_close(norm, expected)
