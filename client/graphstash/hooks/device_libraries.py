@@ -43,17 +43,20 @@ def libtpu() -> str:
 
 
 def _driver() -> str:
-    for path in _loaded():
-        library = path.name.partition(".so")[0]
-        if library in _DRIVERS:
-            return f"{library} {read_part(lambda: _version(path, _DRIVERS[library]))}"  # noqa: B023
-    return "none"
+    found = (path for path in _loaded() if path.name.partition(".so")[0] in _DRIVERS)
+    path = next(found, None)
+    return "none" if path is None else f"{path.name.partition('.so')[0]} {_version(path)}"
 
 
-def _version(path: Path, function: str) -> int:
+def _version(path: Path) -> str:
     version = ctypes.c_int(-1)
-    getattr(ctypes.CDLL(str(path)), function)(ctypes.byref(version))
-    return version.value
+
+    def ask() -> int:
+        function = getattr(ctypes.CDLL(str(path)), _DRIVERS[path.name.partition(".so")[0]])
+        function(ctypes.byref(version))
+        return version.value
+
+    return read_part(ask)
 
 
 def _packages() -> Iterator[str]:
