@@ -97,7 +97,9 @@ class ProcessContext:
         self.plausible_clock = plausible = PlausibleClock(
             database=database, clock=clock, steady=steady
         )
-        self.wait_queue = WaitQueue(counters=counters, tracing=tracing)
+        self.wait_queue = WaitQueue(
+            counters=counters, connections=settings.max_connections, tracing=tracing
+        )
         self.accounting = Accounting(
             database=database, counters=counters, clock=clock, bounded=plausible.bound
         )

@@ -246,6 +246,39 @@ async def test_many_waiters_leave_database_connections_for_the_upload(opened, mo
 
 
 @pytest.mark.sql
+async def test_simultaneous_requests_of_one_caller_share_statements(opened, monkeypatch):
+    async with opened() as server:
+        artifacts, tries = server.context.artifacts, []
+        find = artifacts.find
+
+        async def counted(key):
+            tries.append(key)
+            await asyncio.sleep(0)
+            return await find(key)
+
+        monkeypatch.setattr(artifacts, "find", counted)
+        async with asyncio.timeout(_ANSWER_SECONDS):
+            replies = await asyncio.gather(*[server.acquire(0) for _ in range(100)])
+        states = [reply.state for reply in replies]
+        assert (states.count(LeaseState.GRANTED), states.count(LeaseState.HELD)) == (1, 99)
+        assert len(tries) <= 2 * server.context.database.shared_connections + 2
+
+
+def test_waiters_leave_connections_for_the_holder(tmp_path, connect):
+    with LiveServer(tmp_path, max_connections=8) as server, ThreadPoolExecutor(7) as threads:
+        api = connect(server.url)
+        token = api.acquire(ttl_seconds=600).json()["token"]
+        answers = [threads.submit(wait, connect(server.url)) for _ in range(7)]
+        until(lambda: waiters(api) == 7)
+        for _ in range(3):
+            assert wait(connect(server.url)).status_code == 202
+        holder = connect(server.url)
+        assert holder.renew(token).status_code == 200
+        assert holder.put(BLOB).status_code == 201
+        assert [each.result().status_code for each in answers] == [200] * 7
+
+
+@pytest.mark.sql
 async def test_number_of_leases_per_caller_is_limited(opened, monkeypatch):
     monkeypatch.setattr(leases, "_MAX_HELD", 3)
     async with opened() as server:

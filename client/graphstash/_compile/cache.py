@@ -51,6 +51,11 @@ __all__ = ["CompileCache", "FetchedPack", "InFlightCompile", "PackOutcome"]
 _log = logging.getLogger("graphstash")
 
 _MIN_POLL_SECONDS: Final = 0.5
+_POLL_SHARE: Final = 0.1
+"""Minimum seconds from one request for a lease to the next: as a number, and as a share of the time
+that the process has waited so far, up to the seconds that it asked to wait. A server replies at
+once if it is closing or has too many waiters. The share lets many processes poll it without
+lengthening a wait by more than a tenth."""
 
 _SIGNAL_SECONDS: Final = 1.0
 """Maximum seconds between two signals to the processes of this host that wait for a download."""
@@ -616,8 +621,9 @@ class CompileCache:
                         if reason_to_skip is not None:
                             detail = f"{holder} still compiles {key}: {reason_to_skip}"
                             raise CacheError(Reason.WAIT_BUDGET, detail)
-                        # A closing server replies at once. Do not poll it in a busy loop.
                         if seconds:
-                            pause = min(requested_at + _MIN_POLL_SECONDS - monotonic(), wait.left)
+                            share = _POLL_SHARE * (requested_at - started)
+                            until = requested_at + min(seconds, max(_MIN_POLL_SECONDS, share))
+                            pause = min(until - monotonic(), wait.left)
                             with forkable():
                                 sleep(max(0.0, pause))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import graphstash_schema as schema
 from graphstash._artifacts.stash import Destination, Fetched
@@ -21,7 +21,7 @@ from graphstash._executor import BoundedExecutor
 from graphstash._forking import is_of, unforked
 from graphstash._http.client import ServerClient
 from graphstash._replacing import replacing
-from graphstash.errors import CacheError, LeaseLostError, LocalTierError, Reason
+from graphstash.errors import BusyError, CacheError, LeaseLostError, LocalTierError, Reason
 from graphstash_schema import ArtifactKey
 from graphstash_schema.protocol import MAX_LEASE_SECONDS, MIN_LEASE_SECONDS
 
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from graphstash_schema import ArtifactMetadata, LeaseOutcome
 
 __all__ = ["HeldLease", "InFlightCompile", "Owner"]
+
+_MIN_BUSY_SECONDS: Final = 1.0
+"""Minimum seconds between two renewals if the server is busy."""
 
 
 class HeldLease:
@@ -81,12 +84,17 @@ class HeldLease:
         self._thread.join(timeout_seconds)
 
     def _keep(self) -> None:
-        while not self._released.wait(self._interval_seconds) and monotonic() < self._until:
+        pause_seconds = self._interval_seconds
+        while not self._released.wait(pause_seconds) and monotonic() < self._until:
+            pause_seconds = self._interval_seconds
             try:
                 with unforked():
                     self._server.renew(self._key, self._token)
             except LeaseLostError:
                 return
+            except BusyError as error:  # another process gets the lease if it ends
+                asked_seconds = max(_MIN_BUSY_SECONDS, error.retry_after_seconds)
+                pause_seconds = min(pause_seconds, asked_seconds)
             except CacheError:
                 continue  # the next renewal may still be in time
         if self._released.is_set() and self._outcome is schema.LeaseOutcome.FAILED:

@@ -4,13 +4,17 @@ Commits of this process wake the requests. Commits of other processes do so thro
 the database. A wake-up is only a hint: notifications may be lost, and a lease may expire. The first
 waiter of a key is therefore its poller, which queries the database from time to time. The other
 waiters sleep until they are woken.
+
+Each waiter occupies a connection. If waiters occupied all, holders could neither renew their leases
+nor publish. So a part of the connections stays free of waiters.
 """
 
 import asyncio
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 from graphstash_schema import Digest, InvalidValueError
 from graphstash_server.keys import StoredKey
@@ -20,6 +24,9 @@ if TYPE_CHECKING:
     from graphstash_server.tracing import Tracing
 
 __all__ = ["Notification", "Ticket", "WaitQueue"]
+
+_FREE_SHARE: Final = 1 / 8
+"""Share of the connections that waiters leave to other requests, at least one connection."""
 
 
 class Notification(NamedTuple):
@@ -63,10 +70,12 @@ class Notification(NamedTuple):
 
 class Ticket(asyncio.Event):
     """A waiter's place in the queue, set when the waiter should query the database
-    again. `digest` is the digest of the artifact, if a notification contained it.
+    again. `digest` is the digest of the artifact, if a notification contained it. `may_wait` is
+    whether the queue had room for the waiter.
     """
 
     digest: Digest | None = None
+    may_wait = True
 
 
 @dataclass(kw_only=True, eq=False)
@@ -74,22 +83,22 @@ class WaitQueue:
     """Queue the waiters of each key. A waiter that leaves passes its wake-up to the next waiter.
 
     Attributes:
+        connections: maximum number of connections of this process.
         are_informed: whether notifications of other processes arrive, so that polling can be rare.
+        count: number of requests that wait now.
         is_closed: whether the server is stopping, so that requests must not wait any longer.
     """
 
     counters: Counters
+    connections: int
     tracing: "Tracing | None" = None
 
     def __post_init__(self) -> None:
         self.are_informed = False
+        self.count = 0
         self._waiting: dict[StoredKey, list[Ticket]] = {}
+        self._most = self.connections - math.ceil(self.connections * _FREE_SHARE)
         self.is_closed = False
-
-    @property
-    def count(self) -> int:
-        """Number of requests that wait now."""
-        return sum(len(tickets) for tickets in self._waiting.values())
 
     def count_of(self, key: StoredKey) -> int:
         """Return the number of requests that wait for one key."""
@@ -102,7 +111,10 @@ class WaitQueue:
         self._waiting.setdefault(key, []).append(ticket)
         self.counters.add_waiters(1)
         try:
-            with nullcontext() if self.tracing is None else self.tracing.span("lease.wait"):
+            with (
+                self.counted() as ticket.may_wait,
+                nullcontext() if self.tracing is None else self.tracing.span("lease.wait"),
+            ):
                 yield ticket
         finally:
             self.counters.add_waiters(-1)
@@ -113,6 +125,16 @@ class WaitQueue:
                 del self._waiting[key]
             elif was_needed:
                 self._wake_next(key)
+
+    @contextmanager
+    def counted(self) -> Iterator[bool]:
+        """Count a request that waits. Yield whether it may, or should be answered at once."""
+        may_wait = self.count < self._most
+        self.count += 1
+        try:
+            yield may_wait
+        finally:
+            self.count -= 1
 
     def is_poller(self, key: StoredKey, ticket: Ticket) -> bool:
         """Whether this waiter polls the database for all waiters of its key."""

@@ -39,6 +39,9 @@ _POLL_SECONDS: Final = 10.0
 _POLL_SHARE: Final = 1 / 3
 """Longest wait, as a part of the region's lease."""
 
+_MIN_POLL_SECONDS: Final = 0.5
+"""Shortest time between two calls. An upstream that has too many waiters replies at once."""
+
 _QUEUED_SECONDS: Final = 5.0
 """Seconds between two renewals of the leases of queued artifacts."""
 
@@ -80,7 +83,9 @@ class RegionalLeases(LeaseService):
         if reply.state is not LeaseState.GRANTED:
             return reply
         try:
-            answered = await self._acquire_upstream(acquisition, reply, deadline, gone)
+            with self.wait_queue.counted() as may_wait:
+                until = deadline if may_wait else loop.time()
+                answered = await self._acquire_upstream(acquisition, reply, until, gone)
         except UpstreamError:
             self.client.count("lease_alone")
             return reply
@@ -133,6 +138,7 @@ class RegionalLeases(LeaseService):
         while True:
             longest = min(_POLL_SECONDS, request.ttl_seconds * _POLL_SHARE)
             wait_seconds = math.floor(max(0.0, min(deadline - loop.time(), longest)))
+            asked_at = loop.time()
             answer = await self.client.call(
                 "POST",
                 _path(key),
@@ -154,6 +160,7 @@ class RegionalLeases(LeaseService):
                     is_over = deadline - loop.time() < 1 or gone.done() or self.wait_queue.is_closed
                     if is_over:
                         return answered
+            await asyncio.sleep(asked_at + _MIN_POLL_SECONDS - loop.time())
             try:
                 await super().renew(key, token=reply.token or "", request=request)
             except ServerError:  # another caller here has it now, or published

@@ -92,18 +92,21 @@ class LeaseService:
     new_token: Callable[[], str] = lambda: secrets.token_hex(16)
 
     def __post_init__(self) -> None:
-        # Without this bound, a thousand waiters would occupy every shared connection, and the
-        # upload that they wait for would queue behind them.
+        # Without this bound, callers of a thousand keys would occupy every shared connection, and
+        # the uploads that they wait for would queue behind them.
         self._query_slots = asyncio.Semaphore(self.database.shared_connections)
+        self._next_tries: dict[
+            tuple[StoredKey, str], asyncio.Future[LeaseReply | ServerError | None]
+        ] = {}
 
     async def acquire(
         self, acquisition: Acquisition, *, gone: "asyncio.Future[None]"
     ) -> LeaseReply:
         """Grant the lease. If it is held, wait until it is free or the artifact is stored.
 
-        After `wait_seconds`, or if the server stops, reply that the lease is held. The caller of
-        this method completes `gone` when the client disconnects. A lease granted after that is
-        released at once.
+        After `wait_seconds`, or if the server stops or has too many waiters, reply that the lease
+        is held. The caller of this method completes `gone` when the client disconnects. A lease
+        granted after that is released at once.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + acquisition.wait_seconds
@@ -116,16 +119,14 @@ class LeaseService:
             try:
                 while True:
                     ticket.clear()
-                    async with self._query_slots:
-                        if ticket.digest is not None:
-                            return _ready(ticket.digest)
-                        reply, digest = await self._try(acquisition)
-                    if digest is not None:
-                        self.wait_queue.wake(Notification.ready(acquisition.key, digest))
+                    if ticket.digest is not None:
+                        return _ready(ticket.digest)
+                    reply = await self._share_try(acquisition)
                     if gone.done() and reply.token is not None:
                         await self.release(acquisition.key, token=reply.token)
                     rest = deadline - loop.time()
-                    is_over = rest <= 0 or gone.done() or self.wait_queue.is_closed
+                    may_wait = ticket.may_wait and not self.wait_queue.is_closed
+                    is_over = rest <= 0 or gone.done() or not may_wait
                     if reply.state is not LeaseState.HELD or is_over:
                         return reply
                     await self._pause(acquisition.key, ticket, reply=reply, rest_seconds=rest)
@@ -182,6 +183,38 @@ class LeaseService:
         async with self.database.reading() as connection:
             rows = await list_held_leases(connection, namespaces, now=self.clock(), limit=limit)
         return [HeldLease(*row, self.wait_queue.count_of(row.key)) for row in rows]
+
+    async def _share_try(self, acquisition: Acquisition) -> LeaseReply:
+        """Try to take the lease. Requests of one caller for one key share a try that has not begun,
+        and its outcome unless it grants the lease. Otherwise a new graph of 2,000 processes would
+        cost thousands of statements, one after another.
+        """
+        shared_by = acquisition.key, acquisition.caller
+        while (waiting := self._next_tries.get(shared_by)) is not None:
+            shared = await asyncio.shield(waiting)
+            if isinstance(shared, ServerError):
+                raise shared
+            if shared is not None:
+                return shared
+        own = self._next_tries[shared_by] = asyncio.get_running_loop().create_future()
+        shared = None
+        try:
+            async with self._query_slots:
+                del self._next_tries[shared_by]  # a request from now on may know of a later change
+                reply, digest = await self._try(acquisition)
+            if digest is not None:
+                self.wait_queue.wake(Notification.ready(acquisition.key, digest))
+            if reply.state is not LeaseState.GRANTED:
+                shared = reply
+        except ServerError as error:
+            shared = error
+            raise
+        else:
+            return reply
+        finally:
+            if self._next_tries.get(shared_by) is own:  # cancelled
+                del self._next_tries[shared_by]
+            own.set_result(shared)
 
     async def _try(self, acquisition: Acquisition) -> tuple[LeaseReply, Digest | None]:
         """Look for the artifact, then for a free lease. Repeat if another process changes either.
