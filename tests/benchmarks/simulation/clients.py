@@ -5,7 +5,6 @@ host, a lease, a wait, a compilation. A client that gets no answer in time compi
 """
 
 from collections import Counter
-from contextlib import suppress
 from math import ceil
 from typing import Any, NamedTuple
 
@@ -19,7 +18,9 @@ __all__ = ["Client", "Host"]
 
 MAX_POLL_SECONDS = 20.0  # these are constants of graphstash._compile.cache
 MIN_POLL_SECONDS = 0.5
+POLL_SHARE = 0.1
 FULL_SECONDS = 30.0
+MIN_BUSY_SECONDS = 1.0  # of graphstash._compile.in_flight
 UPLOAD_PATIENCE_SECONDS = 10.0  # of graphstash._http.transport, like the next two
 SLOW_SECONDS = 1.0
 MAX_SLOW_SECONDS = 10.0
@@ -122,6 +123,7 @@ class Client:
     def _lease(self, graph):
         """Return whether this process has the lease. False: it has the graph."""
         with self.budget.wait() as wait:
+            started = self.env.now
             while True:
                 asked_at, seconds = self.env.now, min(MAX_POLL_SECONDS, wait.left)
                 answer = yield from self._when_free("lease", graph, wait_seconds=ceil(seconds))
@@ -135,17 +137,25 @@ class Client:
                 if wait.reason_to_skip(str(id(self.cluster.holder_of(graph)))) is not None:
                     raise FailedError
                 if seconds:
-                    pause = min(asked_at + MIN_POLL_SECONDS - self.env.now, wait.left)
+                    share = POLL_SHARE * (asked_at - started)
+                    until = asked_at + min(seconds, max(MIN_POLL_SECONDS, share))
+                    pause = min(until - self.env.now, wait.left)
                     yield self.env.timeout(max(0.0, pause))
 
     def _renew(self, graph, is_renewing):
+        interval = pause = self.fleet.lease_seconds / 3
         while True:
-            yield self.env.timeout(self.fleet.lease_seconds / 3)
+            yield self.env.timeout(pause)
             if not is_renewing[0]:
                 return
-            with suppress(FailedError, BusyError):
+            pause = interval
+            try:
                 if (yield from self._call("renew", graph)) is Answer.LOST:
                     return
+            except BusyError as busy:
+                pause = min(interval, max(MIN_BUSY_SECONDS, busy.retry_after_seconds))
+            except FailedError:
+                continue
 
     def _publish(self, graph, is_renewing):
         try:

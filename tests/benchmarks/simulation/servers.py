@@ -9,6 +9,7 @@ from collections import Counter, deque
 from enum import Enum, auto
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
+from math import ceil
 
 import simpy
 
@@ -18,6 +19,7 @@ __all__ = ["Answer", "Cluster", "Connection", "Flow"]
 
 WAITING_SECONDS = 1.0  # as in graphstash_server.api.connection, like the next one
 MAX_WAITING = 1024
+FREE_SHARE = 1 / 8  # as in graphstash_server.services.wait_queue
 LANES = 2  # as in graphstash_server.db.engine
 
 
@@ -149,10 +151,11 @@ class Worker:
         self._lanes = simpy.Resource(self.env, LANES)
         self._commits = simpy.Resource(self.env, 1)
         self._shared = {}
+        self._next_tries = {}
         self._rows = {}
         self._ready = {}  # graph -> event: a commit, or its notification
         self._idle, self._waiting = {}, deque()
-        self._busy = 0
+        self._busy = self._waiters = 0
         self._free_at = 0.0
         self.active_seconds = set()
 
@@ -248,31 +251,42 @@ class Worker:
         graph, cluster = call.graph, self.cluster
         yield self.work(self.costs.lease / 2)
         answer = yield from self._try(call)
-        if answer is Answer.HELD and call.wait_seconds:
+        places = self.deployment.max_connections
+        has_room = self._waiters < places - ceil(places * FREE_SHARE)
+        if answer is Answer.HELD and call.wait_seconds and has_room:
             ready = self._ready.setdefault(graph, self.env.event())
             if not ready.triggered:
+                self._waiters += 1
                 yield ready | self.env.timeout(call.wait_seconds)
+                self._waiters -= 1
             answer = Answer.READY if graph in cluster.stored else (yield from self._try(call))
         yield self.work(self.costs.lease / 2)
         return answer
 
     def _try(self, call):
         graph, cluster, costs = call.graph, self.cluster, self.costs
+        while graph in self._next_tries:  # a try that has not begun serves all who wait for it
+            answer = yield self._next_tries[graph]
+            if answer is not Answer.GRANTED:
+                return answer
+        done = self._next_tries[graph] = self.env.event()
         with self._slots.request() as turn:
             yield turn
+            del self._next_tries[graph]
             yield self._read("artifact", graph)
-            if graph in cluster.stored:
-                return Answer.READY
-            yield self._read("lease", graph)
-            if cluster.is_held(graph):
-                return Answer.HELD
-            cluster.hold(graph, call.caller)
-            yield self.work(costs.grant)
-            yield self.env.timeout(cluster.database.call(costs.grant_statements))
-            if graph in cluster.stored:  # the transaction looks for the artifact last
-                del cluster.holders[graph]
-                return Answer.READY
-            return Answer.GRANTED
+            answer = Answer.READY if graph in cluster.stored else None
+            if answer is None:
+                yield self._read("lease", graph)
+                answer = Answer.HELD if cluster.is_held(graph) else Answer.GRANTED
+            if answer is Answer.GRANTED:
+                cluster.hold(graph, call.caller)
+                yield self.work(costs.grant)
+                yield self.env.timeout(cluster.database.call(costs.grant_statements))
+                if graph in cluster.stored:  # the transaction looks for the artifact last
+                    del cluster.holders[graph]
+                    answer = Answer.READY
+        done.succeed(answer)
+        return answer
 
     def renew(self, call):
         graph, cluster = call.graph, self.cluster
