@@ -166,9 +166,7 @@ class ProcessContext:
             wait_queue=self.wait_queue,
             clock=clock,
         )
-        self.ownership = OwnershipService(
-            database=database, is_region=settings.upstream_url is not None
-        )
+        self.ownership = OwnershipService(database=database, upstream_url=settings.upstream_url)
         self.leases = LeaseService(
             database=database,
             artifacts=self.artifacts,

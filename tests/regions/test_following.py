@@ -1,14 +1,18 @@
 """What the upstream withdraws, revokes or forbids ends in its regions."""
 
 import json
+import re
 import threading
+from contextlib import closing
 
 import pytest
 
 from graphstash_schema import Digest
 from support.changes import execute
 from support.issuer import Issuer
+from support.processes import graphstash
 from support.regions import Site, envelope, read
+from support.sessions import sign_in
 from support.waiting import until
 
 
@@ -174,3 +178,27 @@ def test_changes_of_the_owner_are_refused_in_a_region(world, method, path):
     answer = region.http.request(method, path, json={} if method == "PUT" else None)
     assert answer.status_code == 403
     assert world.center.url in answer.json()["detail"]
+
+
+def test_dashboard_of_a_region_takes_its_own_tokens_and_refuses_what_the_upstream_owns(world):
+    region = world.region()
+    with closing(sign_in(region.url, world.admin)) as stranger:
+        assert stranger.answer.status_code == 403
+        assert "the upstream of this region has issued the token" in stranger.answer.text
+    with closing(sign_in(region.url, region.token("admin:*"))) as visitor:
+        csrf = re.search(r'name="csrf" value="([^"]+)"', visitor.get("/tokens").text)[1]
+        for action in ("delete", "limit", "create-token"):
+            origin = {"Origin": region.url}
+            answer = visitor.post(f"/actions/{action}", data={"csrf": csrf}, headers=origin)
+            assert answer.status_code == 403
+            assert world.center.url in answer.text
+
+
+@pytest.mark.parametrize("words", ["set team --mode read_only", "remove team", "clear team --yes"])
+def test_command_refuses_what_the_upstream_owns(world, words):
+    region = world.region()
+    until(lambda: world.api(region).http.get("/v1/-/namespaces").status_code == 200)
+    # Without GRAPHSTASH_UPSTREAM_URL: the database names the upstream.
+    done = graphstash("namespace", *words.split(), GRAPHSTASH_DATA_DIR=region.directory)
+    assert done.returncode == 1
+    assert "is a region of another server, which owns its namespaces" in done.stderr

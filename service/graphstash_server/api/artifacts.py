@@ -37,7 +37,6 @@ from graphstash_server.api.calls import (
     in_namespace,
     json_answer,
     key_of,
-    require_ownership,
 )
 from graphstash_server.api.publishers import check_publisher, publisher_of
 from graphstash_server.artifact import FoundArtifact
@@ -214,7 +213,7 @@ async def put_artifact(call: NamespaceCall) -> Response:
 async def delete_artifact(call: NamespaceCall) -> Response:
     """Delete an artifact. Downloads in progress receive all bytes."""
     key = key_of(call.request)
-    require_ownership(call)
+    await call.context.ownership.require()
     if not await call.context.artifacts.delete(key, actor=call.actor):
         raise absent(key)
     return Response(status_code=204)

@@ -64,7 +64,6 @@ __all__ = [
     "key_of",
     "manifest_of",
     "principal_of",
-    "require_ownership",
 ]
 
 KEY: Final = "{kind}/{device_type}/{fingerprint}"
@@ -256,12 +255,6 @@ async def principal_of(request: Request, context: ProcessContext) -> Principal:
     if not credentials and request.scope["state"].get("is_owner"):
         return OWNER
     return await context.access.principal_of(credentials[0] if credentials else None)
-
-
-def require_ownership(call: Call) -> None:
-    """Refuse a change of a namespace that the upstream of this region owns. Raises 403."""
-    if call.context.region is not None:
-        raise call.context.region.owned_elsewhere()
 
 
 def credentials_of(request: Request) -> str | None:

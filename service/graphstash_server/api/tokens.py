@@ -27,7 +27,6 @@ from graphstash_server.api.calls import (
     Calls,
     credentials_of,
     json_answer,
-    require_ownership,
 )
 from graphstash_server.errors import ServerError
 from graphstash_server.services.identity.audit import MAX_AUDIT_ENTRIES
@@ -71,7 +70,7 @@ async def create_token(call: Call) -> Response:
             "this server has no authentication, so anyone could create a lasting token: use "
             "`graphstash token create` on the server's host, and start with --auth tokens",
         )
-    require_ownership(call)
+    await call.context.ownership.require()
     request = await read_model(call, TokenRequest)
     issued = await call.context.tokens.create(request, actor=call.actor)
     return json_answer(issued, 201)

@@ -124,6 +124,7 @@ def set_(
     async def work(context: "ProcessContext") -> None:
         from graphstash_server.actor import Actor
 
+        await context.ownership.require()
         try:
             info = await context.policies.change(where, changes, Actor.local())
         except ValidationError as error:
@@ -142,6 +143,7 @@ def remove(name: _Name, *, as_json: Json = False) -> None:
     async def work(context: "ProcessContext") -> None:
         from graphstash_server.actor import Actor
 
+        await context.ownership.require()
         if not await context.policies.remove(where, Actor.local()):
             fail(f"the namespace {where} has no policy of its own")
         if as_json:
@@ -167,6 +169,7 @@ def clear(
     async def work(context: "ProcessContext") -> None:
         from graphstash_server.actor import Actor
 
+        await context.ownership.require()
         deleted = await context.artifacts.delete_all(where, actor=Actor.local())
         if as_json:
             typer.echo(json.dumps({"namespace": where, "deleted": deleted}, indent=2))

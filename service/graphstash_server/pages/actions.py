@@ -65,6 +65,8 @@ async def act(visitor: Visitor, action: str) -> tuple[Visitor, Done]:
             ErrorCode.FORBIDDEN,
             "the form is not of a page of this browser session: open the page again",
         )
+    if action in _BY_OWNER:
+        await visitor.context.ownership.require()
     return visitor, await ACTIONS[action](visitor, form)
 
 
@@ -199,6 +201,9 @@ ACTIONS: Final[dict[str, Callable[[Visitor, Form], Awaitable[Done]]]] = {
     "revoke-token": _revoke_token,
 }
 """Actions by the end of their path."""
+
+_BY_OWNER: Final = frozenset({"delete", "limit", "create-token"})
+"""Actions that a region leaves to its upstream."""
 
 
 async def _administered(visitor: Visitor, form: Form) -> Namespace:

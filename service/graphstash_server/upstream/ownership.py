@@ -3,13 +3,15 @@
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from graphstash_schema import Namespace
+from graphstash_schema import ErrorCode, Namespace
 from graphstash_schema.names import LIST_START
 from graphstash_schema.region import OwnedNamespace, UpstreamState
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.identifiers import find_cache_id
 from graphstash_server.db.queries.policies import list_policies
+from graphstash_server.db.queries.upstream import find_upstream_id
 from graphstash_server.db.queries.withdrawals import list_ends
+from graphstash_server.errors import ServerError
 
 __all__ = ["OwnershipService"]
 
@@ -19,7 +21,7 @@ class OwnershipService:
     """Identifies this server, and reports changes. Safe for concurrent calls."""
 
     database: Database
-    is_region: bool
+    upstream_url: str | None
 
     def __post_init__(self) -> None:
         self._own_id: str | None = None
@@ -31,6 +33,23 @@ class OwnershipService:
                 self._own_id = await find_cache_id(connection)
         return self._own_id
 
+    async def require(self) -> None:
+        """Refuse a change that only the owner of the namespaces can make, if that is an upstream.
+
+        Raises:
+            ServerError: 403 on a region, also for a command without the region's variables.
+        """
+        upstream = self.upstream_url
+        if upstream is None:
+            async with self.database.reading() as connection:
+                if await find_upstream_id(connection) is None:
+                    return
+        raise ServerError(
+            ErrorCode.FORBIDDEN,
+            f"this server is a region of {upstream or 'another server'}, which owns its "
+            "namespaces: make this change there",
+        )
+
     async def read(self, *, may_read: Callable[[Namespace], Awaitable[bool]]) -> UpstreamState:
         """Return the state of the namespaces that a caller may read."""
         async with self.database.reading() as connection:
@@ -40,7 +59,7 @@ class OwnershipService:
         names = [each for each in known if await may_read(each)]
         return UpstreamState(
             server=await self.own_id(),
-            is_region=self.is_region,
+            is_region=self.upstream_url is not None,
             is_complete=len(names) == len(known),
             namespaces={
                 name: OwnedNamespace(

@@ -98,14 +98,6 @@ class Region:
         """Return whether the upstream answers, and the length of the queue."""
         return self.client.is_up.is_set(), await self.publishes.count()
 
-    def owned_elsewhere(self) -> ServerError:
-        """Return the error for a change that only the owner of the namespaces can make."""
-        return ServerError(
-            ErrorCode.FORBIDDEN,
-            f"this server is a region of {self.client.url}, which owns its namespaces: make this "
-            "change there",
-        )
-
     async def exchange(self, request: TokenExchange, *, credentials: str) -> TokenIssued:
         """Exchange a JWT at the upstream, which issues the token.
 

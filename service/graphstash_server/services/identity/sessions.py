@@ -58,7 +58,8 @@ class SessionService:
         """Sign in with a token of `graphstash token create` or of an exchange.
 
         Raises:
-            ServerError: 401 if the token is not valid, 403 if the server has no authentication.
+            ServerError: 401 if the token is not valid, 403 if the server has no authentication or
+                has not issued the token.
         """
         form = TOKEN_FORM.fullmatch(token)
         if form is None:
@@ -74,6 +75,13 @@ class SessionService:
             raise ServerError(
                 ErrorCode.FORBIDDEN,
                 "this server has no authentication, so there is no sign-in",
+            )
+        # A session has no token with which a region could ask its upstream.
+        if await self.access.principal_of_token(form["id"]) is None:
+            raise ServerError(
+                ErrorCode.FORBIDDEN,
+                "the upstream of this region has issued the token: sign in there, or here with a "
+                "token that `graphstash token create` creates on this server's host",
             )
         now = self.clock()
         ends = [now + SESSION_LIFETIME, *filter(None, [principal.expires_at])]
