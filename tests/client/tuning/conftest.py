@@ -27,7 +27,10 @@ class Team(CompilerJobs):
         return len(file.read_text().splitlines()) if file.exists() else 0
 
 
-KEYWORDS = {"size", "device", "noise", "seed", "hang_after", "until", "batch", "reject", "ranks"}
+KEYWORDS = {
+    *("size", "device", "noise", "seed", "hang_after", "until"),
+    *("batch", "batch_seconds", "reject", "ranks"),
+}
 
 
 @pytest.fixture

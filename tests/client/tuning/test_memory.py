@@ -6,7 +6,6 @@ import socket
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import count
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from graphstash._compile.stats import Counters
 from graphstash._executor import BoundedExecutor
 from graphstash.tuning.memory import journal
 from graphstash.tuning.memory.findings import Finding, merged
+from graphstash.tuning.memory.journal import Journal
 from graphstash.tuning.memory.problem import Problem
 from graphstash.tuning.memory.team import TeamMemory
 from graphstash.tuning.space import MAX_COST
@@ -23,6 +23,7 @@ from graphstash.tuning.spaces import ParameterSpace
 from graphstash_schema import DeviceType
 from graphstash_schema.explanation import SCHEDULE_PART, SPEEDUP_PART, described
 from graphstash_schema.listing import ArtifactQuery
+from support.cases import tiles
 from support.memory_ranks import MemoryRanks, Values
 from support.signing import Team
 from support.waiting import until, until_waiting
@@ -86,6 +87,36 @@ def test_lease_of_a_killed_tuner_is_taken_over_with_its_measurements(team, until
     assert heir.report["schedule"] == whole.report["schedule"]
     # Configurations that only the killed host has measured are repeated if they may decide.
     assert heir.report["measured"] < whole.report["measured"] - 15
+
+
+@pytest.mark.parametrize("earlier", [0, 70])
+def test_killed_search_of_any_length_loses_only_the_measurement_in_progress(
+    team, memories, until_published, earlier
+):
+    """It hangs in its 31st measurement, so no later measurement publishes the first 30."""
+    long, watcher = memories("long"), memories("watcher")
+    problem = replace(PROBLEM, shape=(1024,) * 3)
+    for number in range(earlier):
+        known = record(cost=1.0) | {"configuration": tiles.SPACE.named((1, 1, 2))}
+        long.plant("measurements", number, of(known), problem=problem, space=tiles.SPACE)
+    killed = team.start("killed", hang_after=31, batch_seconds=0.2, lease_seconds=1)
+    until(lambda: team.measured("killed") == 31)
+    until(lambda: known_of(watcher, problem, tiles.SPACE) == 30 + bool(earlier))
+    killed.kill()
+    heir = team.run("heir", lease_seconds=1)
+    assert heir.report["known"] == 30 + bool(earlier)
+
+
+def known_of(host, problem, space):
+    """Return the number of configurations that a search on a host would find measured."""
+    read = Journal(host.cache, problem, space, host.measure)
+    read.read()
+    return len(read.known)
+
+
+def test_a_killed_search_loses_at_most_ten_seconds():
+    upload_seconds = 2
+    assert journal._BATCH_SECONDS + upload_seconds <= 10
 
 
 @pytest.mark.extended
@@ -174,9 +205,9 @@ class Host:
     def fallbacks(self):
         return self.cache.counters.snapshot().fallbacks
 
-    def plant(self, role, number, payload, *, problem=None):
+    def plant(self, role, number, payload, *, problem=None, space=SPACE):
         """Publish a forged payload under a key that other hosts look up."""
-        request = (problem or PROBLEM).request(SPACE, role, number, max_bytes=2**30)
+        request = (problem or PROBLEM).request(space, role, number, max_bytes=2**30)
         raw = payload if isinstance(payload, bytes) else json.dumps(payload).encode()
         metadata = request.metadata(compile_seconds=1, raw_size_bytes=len(raw))
         stash = self.cache.stash
@@ -436,16 +467,39 @@ def remembered(memories):
 NUMBERS = ParameterSpace({"x": list(range(1000))})
 
 
-def test_all_of_many_measurements_are_stored(remembered, monkeypatch):
-    monkeypatch.setattr(journal, "_MAX_BATCHES", 16)
+def test_all_measurements_of_many_artifacts_are_found(remembered, monkeypatch):
+    monkeypatch.setattr(journal, "_LOOKUP_COUNT", 8)
     monkeypatch.setattr(journal, "_BATCH_COUNT", 1)
-    assert remembered(NUMBERS, 8 + 2 * 8) == 24
+    assert remembered(NUMBERS, 24) == 24
 
 
-def test_all_measurements_of_long_search_are_stored(remembered, monkeypatch):
-    monkeypatch.setattr(journal, "_MAX_BATCHES", 16)
-    monkeypatch.setattr(journal, "monotonic", count(0, 11).__next__)
-    assert remembered(NUMBERS, 60) == 60
+def test_measurements_are_published_without_a_further_one(memories, monkeypatch):
+    monkeypatch.setattr(journal, "_BATCH_SECONDS", 0.1)
+    host, watcher = memories("host"), memories("watcher")
+    writes = Journal(host.cache, PROBLEM, NUMBERS, host.measure)
+    for x in range(3):
+        writes.add(Finding((x,), 1.0, count=1))
+        until(lambda: known_of(watcher, PROBLEM, NUMBERS) == x + 1)  # noqa: B023 - called now
+
+
+def test_measurements_that_cannot_be_uploaded_stay_on_this_host(memories, monkeypatch):
+    monkeypatch.setattr(journal, "_BATCH_COUNT", 1)
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    host = memories("host", url=url)
+    writes = Journal(host.cache, PROBLEM, NUMBERS, host.measure)
+    for x in range(3):
+        writes.add(Finding((x,), 1.0, count=1))
+    assert host.cache.publisher.drain(30)
+    assert known_of(host, PROBLEM, NUMBERS) == 3
+
+
+def test_measurements_of_peers_are_not_read_without_limit(memories, monkeypatch):
+    hostile, host = memories("hostile"), memories("host")
+    for number, tile in enumerate((8, 16, 32)):
+        hostile.plant("measurements", number, of(record(tile=tile)))
+    monkeypatch.setattr(journal, "_MAX_READ_BYTES", len(json.dumps(of(record(tile=8)))) + 1)
+    assert known_of(host, PROBLEM, SPACE) == 2
 
 
 def test_long_measurements_are_split_into_several_artifacts(remembered):

@@ -7,6 +7,7 @@ import pytest
 
 from graphstash import tuning
 from graphstash.tuning.measuring import Budget, Measurement, Method, Pool
+from graphstash.tuning.memory import journal
 from graphstash.tuning.memory.findings import Finding, merged
 from graphstash.tuning.memory.journal import Journal
 from graphstash.tuning.tuner import search
@@ -159,14 +160,17 @@ LATER = Finding((2,), 2.0, count=5)
 
 @pytest.mark.parametrize("failure", ["wrong", "run", "crash"])
 @pytest.mark.parametrize("has_failed", [True, False], ids=["in its round", "once more"])
-def test_finalist_that_fails_in_final_round_or_recheck_is_not_chosen(failure, has_failed):
+def test_finalist_that_fails_in_final_round_or_recheck_is_not_chosen(
+    failure, has_failed, monkeypatch
+):
+    monkeypatch.setattr(journal, "_BATCH_SECONDS", 3600)  # there is no cache
     fails = Finding((1,), None, failure=failure)
 
     def measure(configuration):
         return LATER if has_failed or configuration == (2,) else fails
 
-    journal = Journal(None, PROBLEM, wrong_kernels.SPACE, measure)
+    own = Journal(None, PROBLEM, wrong_kernels.SPACE, measure)
     for each in (Finding((1,), 1.0, count=5), LATER, *[fails] * has_failed):
-        journal.add(each)
-    found = journal.best({}, confirm=True)
+        own.add(each)
+    found = own.best({}, confirm=True)
     assert [each.configuration for each in found] == [(2,)]

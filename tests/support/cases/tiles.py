@@ -90,6 +90,7 @@ def tuned(
     hang_after: int = 10**9,
     until: str = "",
     batch: int = 64,
+    batch_seconds: float = 3600.0,
     reject: int = 0,
     ranks: Sequence[Any] = (),
 ) -> dict[str, Any]:
@@ -100,6 +101,7 @@ def tuned(
         device: the device type.
         seed: seed of the noise.
         batch: measurements in one artifact.
+        batch_seconds: seconds after which fewer measurements are published.
         reject: number of schedules that the job rejects in turn.
         ranks: this rank, the number of ranks, and the file of their store.
     """
@@ -113,6 +115,7 @@ def tuned(
     cache = open_cache()
     assert cache is not None
     setattr(journal, "_BATCH_COUNT", batch)  # noqa: B010 - mypy refuses the assignment
+    setattr(journal, "_BATCH_SECONDS", batch_seconds)  # noqa: B010 - as above
     memory = TeamMemory(cache, ranks=ranks_of_job)
     schedule = memory.schedule(problem, SPACE, kernel.climb, measure=kernel.measure)
     for _ in range(reject):

@@ -8,12 +8,13 @@ import json
 import logging
 import math
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from time import monotonic
 from typing import Any, Final, TypeAlias
 
 from graphstash._compile.cache import CompileCache, PackOutcome
+from graphstash._compile.request import CompileRequest
 from graphstash.config import holder_name
 from graphstash.errors import CacheError, Reason
 from graphstash.tuning.memory.findings import (
@@ -32,16 +33,20 @@ __all__ = ["MAX_BEST", "Journal", "Measure"]
 
 _log = logging.getLogger("graphstash")
 
-_MAX_BATCHES: Final = 64
-"""Maximum measurement artifacts of a problem. A search downloads all of them."""
+_BATCH_COUNT: Final = MAX_MEASUREMENTS
+_BATCH_SECONDS: Final = 8.0
+"""Publish after this many measurements, or this many seconds after the first of them, however long
+the search is. A killed search then loses at most 10 seconds, of which two are for the upload."""
 
-_BATCH_COUNT: Final = 64
-_BATCH_SECONDS: Final = 10.0
-"""Publish the first artifact after this many measurements or seconds: a search may be killed. Later
-artifacts wait for more, so that `_MAX_BATCHES` suffice for hours."""
+_MAX_BATCHES: Final = 16384
+"""Maximum measurement artifacts of a problem: 36 hours of searching."""
 
-_STEP: Final = 8
-"""After this many artifacts, the number of measurements per artifact increases."""
+_LOOKUP_COUNT: Final = 64
+"""Artifacts in a look-up. A search looks up the next ones until none of them is stored."""
+
+_MAX_READ_BYTES: Final = 64 * 1024**2
+"""Bytes of measurements after which a search reads no further artifact; about 400,000 measurements.
+Otherwise a peer could make every search download gigabytes."""
 
 MAX_BEST: Final = 8
 """Maximum configurations in an answer: one to run, and starting points for other searches."""
@@ -79,32 +84,28 @@ class Journal:
         self._problem = problem
         self._space = space
         self._measure = measure
-        self._requests = [
-            problem.request(space, "measurements", number, max_bytes=MAX_RECORD_BYTES)
-            for number in range(_MAX_BATCHES)
-        ]
         self._measured: list[Finding] = []
-        self._lock = threading.Lock()  # guards the fields below
         self._next = 0  # number of the first artifact that may be absent
+        self._lock = threading.Lock()  # guards the fields below
         self._pending: list[Finding] = []
         self._since = monotonic()
+        self._timer: threading.Timer | None = None
 
     # --- the team's artifacts
 
     def read(self) -> None:
         """Set `known`. Errors of the cache are counted."""
         batches = []
-        stored = self._stored()
-        for key in stored:
-            pack = self._cache.fetch_pack(key, max_bytes=MAX_RECORD_BYTES)
+        left = _MAX_READ_BYTES
+        for key in self._stored():
+            pack = self._cache.fetch_pack(key, max_bytes=MAX_RECORD_BYTES) if left > 0 else None
             if pack is None or pack.payload is None:
                 continue
+            left -= len(pack.payload)
             try:
                 batches.append(read(pack.payload, self._space))
             except ValueError as error:
                 self._cache.record_fallback(CacheError(Reason.CORRUPT, f"{key}: {error}"))
-        absent = (n for n, each in enumerate(self._requests) if each.key not in stored)
-        self._next = next(absent, _MAX_BATCHES)
         self.known = merged(batches)
 
     def add(self, measurement: Finding) -> None:
@@ -112,9 +113,13 @@ class Journal:
         with self._lock:
             self._measured.append(measurement)
             self._pending.append(measurement)
-            count = min(_BATCH_COUNT * (1 + self._next // _STEP), MAX_MEASUREMENTS)
-            seconds = _BATCH_SECONDS * (1 + self._next)
-            is_due = len(self._pending) >= count or monotonic() - self._since >= seconds
+            is_due = len(self._pending) >= _BATCH_COUNT
+            if self._timer is None:
+                self._since = monotonic()
+                # Not at the next measurement, which may take minutes or never come.
+                self._timer = threading.Timer(_BATCH_SECONDS, self.flush)
+                self._timer.daemon = True
+                self._timer.start()
         if is_due:
             self.flush()
 
@@ -122,15 +127,33 @@ class Journal:
         """Publish the pending measurements in the background."""
         with self._lock:
             pending, self._pending = self._pending, []
-            seconds, self._since = monotonic() - self._since, monotonic()
+            seconds = monotonic() - self._since
+            timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
         if pending and not self._cache.publisher.submit(lambda: self._publish(pending, seconds)):
             self._cache.record_fallback(
                 CacheError(Reason.QUEUE_FULL, "too many artifacts wait for their upload")
             )
 
-    def _stored(self) -> Collection[ArtifactKey]:
-        """Return keys of the artifacts on this host or in a namespace that this job reads."""
-        keys = [each.key for each in self._requests]
+    def _stored(self) -> Iterator[ArtifactKey]:
+        """Yield keys of the artifacts on this host or in a namespace that this job reads, and set
+        `_next`.
+        """
+        self._next = _MAX_BATCHES
+        for start in range(0, _MAX_BATCHES, _LOOKUP_COUNT):
+            numbers = range(start, min(start + _LOOKUP_COUNT, _MAX_BATCHES))
+            keys = [self._request(number).key for number in numbers]
+            found = self._found(keys)
+            for number, key in zip(numbers, keys, strict=True):
+                if key in found:
+                    yield key
+                else:
+                    self._next = min(self._next, number)
+            if not found:
+                return
+
+    def _found(self, keys: Sequence[ArtifactKey]) -> Collection[ArtifactKey]:
         found = {key for key in keys if self._cache.is_on_this_host(key)}
         server = self._cache.stash.server
         if not server.is_configured:
@@ -142,7 +165,12 @@ class Journal:
                 self._cache.record_fallback(error)
                 break
             found |= {each.key for each in reply.found} & set(keys)
-        return sorted(found, key=keys.index)
+        return found
+
+    def _request(self, number: int) -> CompileRequest:
+        return self._problem.request(
+            self._space, "measurements", number, max_bytes=MAX_RECORD_BYTES
+        )
 
     def _publish(self, pending: Sequence[Finding], seconds: float) -> None:
         payload = _encoded(
@@ -157,15 +185,15 @@ class Journal:
                 self._publish(part, seconds * len(part) / len(pending))
             return
         while self._next < _MAX_BATCHES:
-            request = self._requests[self._next]
-            self._next += 1
+            request = self._request(self._next)
             metadata = request.metadata(compile_seconds=seconds, raw_size_bytes=len(payload))
             outcome = self._cache.store_pack(request.key, payload, metadata, artifact_count=1)
+            # If only this host stores the artifact, a later job uploads it. Its number is used.
+            is_used = outcome in {PackOutcome.TAKEN, PackOutcome.STORED}
+            self._next += is_used or self._cache.is_on_this_host(request.key)
             if outcome is PackOutcome.TAKEN:
                 continue
-            if outcome is not PackOutcome.STORED:
-                self._next -= 1
-            else:
+            if outcome is PackOutcome.STORED:
                 with suppress(CacheError):  # the artifact is stored without a description
                     name = described(request.key, request.label, request.parts)
                     self._cache.stash.server.describe([name])

@@ -3,7 +3,7 @@
 Both are stored as `schedule` artifacts: immutable, verified before use, withheld when reported.
 
     answer n         the best configurations, best first; jobs run the first one
-    measurements n   measurements of one host, published while it searches; n < 64
+    measurements n   measurements of one host, published within seconds while it searches
 
 A job finds an answer with one look-up. If there is none, a lease lets one host search while the
 others wait. All ranks of a job get the same answer. A search starts with the measurements of all
