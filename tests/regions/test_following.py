@@ -202,3 +202,14 @@ def test_command_refuses_what_the_upstream_owns(world, words):
     done = graphstash("namespace", *words.split(), GRAPHSTASH_DATA_DIR=region.directory)
     assert done.returncode == 1
     assert "is a region of another server, which owns its namespaces" in done.stderr
+
+
+def test_region_that_is_started_without_its_upstream_owns_its_namespaces(world):
+    site = world.region()
+    token = site.token("admin:*")
+    site.kill()
+    site.environment = {"GRAPHSTASH_AUTH": "tokens"}
+    site.start()
+    rules = {"mode": "read_only"}
+    answer = world.api(site, token).http.put("/v1/-/namespaces/team", json=rules)
+    assert answer.status_code == 200

@@ -213,7 +213,7 @@ async def put_artifact(call: NamespaceCall) -> Response:
 async def delete_artifact(call: NamespaceCall) -> Response:
     """Delete an artifact. Downloads in progress receive all bytes."""
     key = key_of(call.request)
-    await call.context.ownership.require()
+    call.context.ownership.require()
     if not await call.context.artifacts.delete(key, actor=call.actor):
         raise absent(key)
     return Response(status_code=204)

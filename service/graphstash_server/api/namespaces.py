@@ -68,7 +68,7 @@ async def get_namespace(call: NamespaceCall) -> Response:
 async def put_namespace(call: Call) -> Response:
     """Replace the policy of a namespace. Omitted fields get their default."""
     namespace = Namespace(call.request.path_params["namespace"])
-    await call.context.ownership.require()
+    call.context.ownership.require()
     policy = await read_model(call, NamespacePolicy)
     return json_answer(await call.context.policies.put(namespace, policy, call.actor))
 
@@ -83,7 +83,7 @@ async def put_namespace(call: Call) -> Response:
 async def delete_namespace(call: Call) -> Response:
     """Remove a namespace's policy, so that the defaults apply. Its artifacts stay."""
     namespace = Namespace(call.request.path_params["namespace"])
-    await call.context.ownership.require()
+    call.context.ownership.require()
     if not await call.context.policies.remove(namespace, call.actor):
         raise _no_policy(namespace)
     return Response(status_code=204, headers=NO_STORE)

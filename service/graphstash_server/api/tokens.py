@@ -70,7 +70,7 @@ async def create_token(call: Call) -> Response:
             "this server has no authentication, so anyone could create a lasting token: use "
             "`graphstash token create` on the server's host, and start with --auth tokens",
         )
-    await call.context.ownership.require()
+    call.context.ownership.require()
     request = await read_model(call, TokenRequest)
     issued = await call.context.tokens.create(request, actor=call.actor)
     return json_answer(issued, 201)

@@ -124,7 +124,7 @@ def set_(
     async def work(context: "ProcessContext") -> None:
         from graphstash_server.actor import Actor
 
-        await context.ownership.require()
+        await context.ownership.require_in_database()
         try:
             info = await context.policies.change(where, changes, Actor.local())
         except ValidationError as error:
@@ -143,7 +143,7 @@ def remove(name: _Name, *, as_json: Json = False) -> None:
     async def work(context: "ProcessContext") -> None:
         from graphstash_server.actor import Actor
 
-        await context.ownership.require()
+        await context.ownership.require_in_database()
         if not await context.policies.remove(where, Actor.local()):
             fail(f"the namespace {where} has no policy of its own")
         if as_json:
@@ -169,7 +169,7 @@ def clear(
     async def work(context: "ProcessContext") -> None:
         from graphstash_server.actor import Actor
 
-        await context.ownership.require()
+        await context.ownership.require_in_database()
         deleted = await context.artifacts.delete_all(where, actor=Actor.local())
         if as_json:
             typer.echo(json.dumps({"namespace": where, "deleted": deleted}, indent=2))

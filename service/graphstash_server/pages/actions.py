@@ -66,7 +66,7 @@ async def act(visitor: Visitor, action: str) -> tuple[Visitor, Done]:
             "the form is not of a page of this browser session: open the page again",
         )
     if action in _BY_OWNER:
-        await visitor.context.ownership.require()
+        visitor.context.ownership.require()
     return visitor, await ACTIONS[action](visitor, form)
 
 

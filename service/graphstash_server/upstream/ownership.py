@@ -33,22 +33,23 @@ class OwnershipService:
                 self._own_id = await find_cache_id(connection)
         return self._own_id
 
-    async def require(self) -> None:
+    def require(self) -> None:
         """Refuse a change that only the owner of the namespaces can make, if that is an upstream.
 
         Raises:
-            ServerError: 403 on a region, also for a command without the region's variables.
+            ServerError: 403 on a region.
         """
-        upstream = self.upstream_url
-        if upstream is None:
-            async with self.database.reading() as connection:
-                if await find_upstream_id(connection) is None:
-                    return
-        raise ServerError(
-            ErrorCode.FORBIDDEN,
-            f"this server is a region of {upstream or 'another server'}, which owns its "
-            "namespaces: make this change there",
-        )
+        if self.upstream_url is not None:
+            raise _owned_by(self.upstream_url)
+
+    async def require_in_database(self) -> None:
+        """Like `require`, for a command, which may lack the variables of the server. So the
+        database also decides whether this is a region.
+        """
+        self.require()
+        async with self.database.reading() as connection:
+            if await find_upstream_id(connection) is not None:
+                raise _owned_by("another server")
 
     async def read(self, *, may_read: Callable[[Namespace], Awaitable[bool]]) -> UpstreamState:
         """Return the state of the namespaces that a caller may read."""
@@ -69,3 +70,10 @@ class OwnershipService:
                 for name in names
             },
         )
+
+
+def _owned_by(upstream: str) -> ServerError:
+    return ServerError(
+        ErrorCode.FORBIDDEN,
+        f"this server is a region of {upstream}, which owns its namespaces: make this change there",
+    )

@@ -76,8 +76,9 @@ class SessionService:
                 ErrorCode.FORBIDDEN,
                 "this server has no authentication, so there is no sign-in",
             )
-        # A session has no token with which a region could ask its upstream.
-        if await self.access.principal_of_token(form["id"]) is None:
+        # A session does not contain the token. So a region could not ask its upstream about it.
+        is_region = self.access.upstream is not None
+        if is_region and await self.access.principal_of_token(form["id"]) is None:
             raise ServerError(
                 ErrorCode.FORBIDDEN,
                 "the upstream of this region has issued the token: sign in there, or here with a "
