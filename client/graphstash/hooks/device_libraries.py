@@ -1,4 +1,4 @@
-"""Versions of the driver and of the libraries with which XLA compiles for an accelerator.
+"""Versions of an accelerator's driver, and of the libraries that XLA uses to compile for it.
 
 XLA chooses kernels of cuDNN and cuBLAS by running them, and uses a feature of CUDA graphs only if
 the driver has it. The keys of JAX contain neither. A host may also load libraries that are not
@@ -35,11 +35,15 @@ def gpu_parts() -> dict[str, str]:
     return {"driver": _driver(), "libraries": " ".join(sorted({*_packages(), *_versions()}))}
 
 
-@cache
 def libtpu() -> str:
     """Return a sample of the libtpu that this process has loaded, or `none`."""
     path = next((each for each in _loaded() if each.name == "libtpu.so"), None)
-    return "none" if path is None else read_part(lambda: sample_of(path))
+    return "none" if path is None else _sample(path)
+
+
+@cache
+def _sample(path: Path) -> str:
+    return read_part(lambda: sample_of(path))
 
 
 def _driver() -> str:
