@@ -42,6 +42,21 @@ def test_released_lease_passes_to_another_region(world):
         assert waiting.result(60).json()["state"] == "granted"
 
 
+def test_callers_for_whom_a_region_asks_its_upstream_leave_connections_to_others(world):
+    site, center = world.region(GRAPHSTASH_MAX_CONNECTIONS="8"), world.api(world.center)
+    for number in range(8):
+        assert center.acquire(number, ttl_seconds=600).status_code == 201
+    with ThreadPoolExecutor(7) as threads:
+        asking = [threads.submit(world.api(site).acquire, n, wait=50) for n in range(7)]
+        until_waiting_with(world, world.center, 7)
+        # Answered at once: the others would have their answers after 50 seconds.
+        assert world.api(site).acquire(7, wait=50).status_code == 202
+        assert not any(each.done() for each in asking)
+        for number in range(7):
+            assert center.put(envelope(center, number), number).status_code == 201
+        assert {each.result(60).status_code for each in asking} == {200}
+
+
 def test_region_grants_leases_alone_while_the_upstream_is_down(world):
     site = world.region()
     region = world.api(site)

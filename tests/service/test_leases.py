@@ -248,20 +248,43 @@ async def test_many_waiters_leave_database_connections_for_the_upload(opened, mo
 @pytest.mark.sql
 async def test_simultaneous_requests_of_one_caller_share_statements(opened, monkeypatch):
     async with opened() as server:
-        artifacts, tries = server.context.artifacts, []
-        find = artifacts.find
-
-        async def counted(key):
-            tries.append(key)
-            await asyncio.sleep(0)
-            return await find(key)
-
-        monkeypatch.setattr(artifacts, "find", counted)
+        tries = counted_tries(server, monkeypatch)
         async with asyncio.timeout(_ANSWER_SECONDS):
             replies = await asyncio.gather(*[server.acquire(0) for _ in range(100)])
         states = [reply.state for reply in replies]
         assert (states.count(LeaseState.GRANTED), states.count(LeaseState.HELD)) == (1, 99)
         assert len(tries) <= 2 * server.context.database.shared_connections + 2
+
+
+async def test_simultaneous_requests_of_one_caller_share_a_refusal(opened, monkeypatch):
+    monkeypatch.setattr(leases, "_MAX_HELD", 0)
+    async with opened() as server:
+        tries = counted_tries(server, monkeypatch)
+        requests = [server.acquire(0) for _ in range(100)]
+        async with asyncio.timeout(_ANSWER_SECONDS):
+            refusals = await asyncio.gather(*requests, return_exceptions=True)
+        assert {each.code for each in refusals} == {ErrorCode.TOO_MANY_LEASES}
+        assert len(tries) <= server.context.database.shared_connections + 1
+
+
+async def test_simultaneous_requests_for_a_stored_artifact_wake_the_waiters_once(
+    opened, monkeypatch
+):
+    async with opened() as server:
+        assert await server.put(b"graph")
+        queue, woken = server.context.wait_queue, []
+        wake = queue.wake
+
+        def counted(notification):
+            woken.append(notification)
+            wake(notification)
+
+        counted_tries(server, monkeypatch)
+        monkeypatch.setattr(queue, "wake", counted)
+        async with asyncio.timeout(_ANSWER_SECONDS):
+            replies = await asyncio.gather(*[server.acquire(0) for _ in range(100)])
+        assert {reply.state for reply in replies} == {LeaseState.READY}
+        assert len(woken) <= server.context.database.shared_connections + 1
 
 
 def test_waiters_leave_connections_for_the_holder(tmp_path, connect):
@@ -318,6 +341,19 @@ async def test_ended_leases_are_dropped_beyond_a_limit_and_held_ones_stay(opened
             await server.acquire(number, f"caller {number}")
         with pytest.raises(ServerError, match="the namespace team has 6 leases"):
             await server.acquire(205, "another")
+
+
+def counted_tries(server, monkeypatch):
+    """Return a list that grows with each try to get a lease. A try lets others begin meanwhile."""
+    tries, find = [], server.context.artifacts.find
+
+    async def counted(key):
+        tries.append(key)
+        await asyncio.sleep(0)
+        return await find(key)
+
+    monkeypatch.setattr(server.context.artifacts, "find", counted)
+    return tries
 
 
 async def count_rows(server):
