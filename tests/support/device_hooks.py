@@ -1,4 +1,4 @@
-"""Run a program of `support.cases.on_a_device` on two hosts, of which the first compiles."""
+"""Run a program of `support.cases.on_a_device` on a host that compiles it, and on a second host."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -45,7 +45,7 @@ _SAME_EXECUTABLE: Final = re.compile(
     r"|NEURON_(RT_\w+|LIBRARY_PATH|COMPILE_CACHE_URL|PJRT_PROCESS_INDEX)"
 )
 """Names of variables outside the fingerprint: they identify the host, rank, job or framework, name
-a path, or change only logs. Those of TPUs are in libtpu 0.0.42.1.
+a path, or change only logs. libtpu 0.0.42.1 reads the variables that begin with `TPU_`.
 
 If the fingerprint contained the rank's number, ranks would share nothing. It contains the loaded
 libtpu instead of its path."""

@@ -216,7 +216,7 @@ def _triton_parts() -> Mapping[str, str]:
 
 @cache
 def _triton_target() -> tuple[str, Any]:
-    """Return Triton's names of backend and architecture. Only those of CUDA matter."""
+    """Return Triton's names of the backend and the architecture, which only matters for CUDA."""
     if accelerator_type() != "cuda" or torch.version.hip is not None:
         return accelerator_type(), ""
     major, minor = torch.cuda.get_device_capability()

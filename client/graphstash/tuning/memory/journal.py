@@ -35,8 +35,9 @@ _log = logging.getLogger("graphstash")
 
 _BATCH_COUNT: Final = MAX_MEASUREMENTS
 _BATCH_SECONDS: Final = 8.0
-"""Publish after this many measurements, or this many seconds after the first of them, however long
-the search is. A killed search then loses at most 10 seconds, of which two are for the upload."""
+"""Publish pending measurements when there are this many, or this many seconds after the first one.
+An upload takes up to two seconds, so a killed search loses the measurements of at most ten seconds.
+"""
 
 _MAX_BATCHES: Final = 16384
 """Maximum measurement artifacts of a problem: 36 hours of searching."""
