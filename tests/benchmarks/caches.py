@@ -6,8 +6,6 @@ arms of one round, so that other load on the machine affects both.
 
 from benchmarks.figures import rotated
 
-__all__ = ["Caches"]
-
 BARE = "no cache"
 COLD, SAME_HOST, OTHER_HOST = (
     f"graphstash, {each}" for each in ("cold", "warm, same host", "warm, other host")

@@ -8,8 +8,6 @@ import re
 import time
 from pathlib import Path
 
-__all__ = ["Watch", "cpu_seconds", "peak_bytes", "resident_bytes", "threads_of"]
-
 
 class Watch:
     """Measure this process in a block: `seconds`, `cpu_seconds`, and `grown` of its peak."""

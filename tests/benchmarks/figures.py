@@ -18,18 +18,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-__all__ = [
-    "Figures",
-    "columns_of",
-    "console",
-    "part",
-    "progress",
-    "rotated",
-    "show",
-    "summary",
-    "table_of",
-]
-
 # A report in a file or a log has room for the widest table.
 console = Console() if sys.stdout.isatty() else Console(width=130)
 

@@ -18,8 +18,6 @@ from benchmarks.caches import Caches
 from benchmarks.figures import part
 from support.jobs import Jobs
 
-__all__ = ["MLP", "finish", "launch", "run"]
-
 MLP = Path(__file__).with_name("mlp.py")
 GPT = Path(__file__).with_name("steps") / "gpt_example.py"
 JOBS = {"MLP": (MLP, ()), "GPT": (GPT, ("--steps", "4"))}

@@ -18,8 +18,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["HttpConnection", "Load", "RedisConnection", "get", "many", "run_wrk", "wrk"]
-
 LUA = Path(__file__).with_name("wrk.lua")
 BUFFER_BYTES = 1 << 18
 

@@ -4,8 +4,6 @@ from contextlib import contextmanager
 
 import matplotlib as mpl
 
-__all__ = ["panels"]
-
 
 @contextmanager
 def panels(titles, output, *, size, columns=2, dpi=100):

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from benchmarks.figures import console, table_of
 
-__all__ = ["Goal", "begin", "environment", "files_of", "finish", "pages", "run_part"]
-
 TESTS = Path(__file__).parents[1]
 
 

@@ -22,21 +22,6 @@ from support.release_before import python_of_release_before
 from support.server import Server
 from support.waiting import until
 
-__all__ = [
-    "NAMESPACE",
-    "PEERS",
-    "Graphstash",
-    "Nginx",
-    "Redis",
-    "Registry",
-    "ReleaseBefore",
-    "Turborepo",
-    "artifact_path",
-    "base_of",
-    "fetch_sha256",
-    "unique_body",
-]
-
 NAMESPACE = "bench"
 DEVICE_TYPE = "cpu-bench"
 SYSTEM_PATH = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"

@@ -17,8 +17,6 @@ from graphstash import ClientConfig, Stash
 from graphstash_schema import ArtifactKey, ArtifactMetadata
 from support.signing import Team
 
-__all__ = ["publish"]
-
 MIB = 1024**2
 SIZES = {"1 MiB": MIB, "64 MiB": 64 * MIB}
 POLICIES = ("off", "require")

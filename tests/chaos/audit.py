@@ -10,8 +10,6 @@ import httpx
 from chaos.caller import artifact_path
 from chaos.cluster import KEEP, TIER_BYTES, TIGHT, TIGHT_BYTES, Cluster
 
-__all__ = ["files_below", "find_discrepancies", "read_everything"]
-
 _TIER_SLACK = 1.25
 """Each process counts for itself between two looks at the directory, see `TierBudget`."""
 

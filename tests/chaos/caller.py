@@ -14,8 +14,6 @@ from chaos.model import ViolationError
 from graphstash_schema import ArtifactMetadata, Digest
 from support.guarded_server import DEVICE, fingerprint, keys
 
-__all__ = ["TIMEOUT_SECONDS", "WINDOW", "Caller", "artifact_path"]
-
 TIMEOUT_SECONDS = 40
 
 _AFTER_A_CUT_SECONDS = 3.0

@@ -23,8 +23,6 @@ from support.moto import CREDENTIALS, AnyS3, Moto, s3_client
 from support.postgres import Postgres
 from support.swift import Swift
 
-__all__ = ["KEEP", "TIER_BYTES", "TIGHT", "TIGHT_BYTES", "Cluster", "Command"]
-
 KEEP = "keep"
 TIGHT = "tight"
 TIGHT_BYTES = 4_000_000

@@ -9,8 +9,6 @@ from enum import StrEnum
 
 import httpx
 
-__all__ = ["LONG_BYTES", "LOSSES", "Damage", "UnharmedError", "damaged_body", "lose", "read_part"]
-
 
 class Damage(StrEnum):
     LOST = "the answer is lost"

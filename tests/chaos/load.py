@@ -17,8 +17,6 @@ from chaos.damage import LONG_BYTES
 from chaos.model import Budgeted, Grants, Permanent, ViolationError
 from graphstash_schema import Digest
 
-__all__ = ["Load"]
-
 _PAUSE_SECONDS = 0.02
 """Mean time between two operations of a thread: the servers need the processor more."""
 

@@ -16,8 +16,6 @@ import threading
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-__all__ = ["Budgeted", "Grants", "Permanent", "Put", "ViolationError"]
-
 _CACHED_SECONDS = 4.0
 """A server knows rows for two seconds without asking; the rest is for a loaded host."""
 

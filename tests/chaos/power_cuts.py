@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
-__all__ = ["Call", "Disk", "read_calls", "recording_command"]
-
 _CHANGES: Final = (
     "open openat creat write writev pwrite64 pwritev pwritev2 lseek truncate ftruncate fallocate "
     "copy_file_range rename renameat renameat2 link linkat symlink symlinkat unlink unlinkat mkdir "

@@ -9,8 +9,6 @@ from enum import StrEnum
 from support.s3_proxy import S3Fault, S3Proxy, Seen
 from support.waiting import until
 
-__all__ = ["FAULTS", "ChaosProxy", "Delay"]
-
 
 class Delay(StrEnum):
     """What `S3Fault` has not."""

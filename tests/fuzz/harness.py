@@ -18,8 +18,6 @@ from pathlib import Path
 
 import atheris
 
-__all__ = ["Data", "instrumented", "main"]
-
 CORPUS = Path(__file__).parents[2] / "build" / "fuzz"
 
 Data = atheris.FuzzedDataProvider

@@ -5,8 +5,6 @@ The formula follows the description in docs/training.md, not the product's code.
 
 from collections.abc import Sequence
 
-__all__ = ["rounds_of", "streams_of"]
-
 
 def streams_of(blocks: int, capacity: int, pool: int) -> int:
     """Return the number of streams. Each stream of a dense tensor has at least two datagrams."""

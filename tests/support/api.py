@@ -7,8 +7,6 @@ import httpx
 
 from graphstash_schema import ArtifactMetadata, Digest, Namespace
 
-__all__ = ["DEVICE", "Api", "OwnKeysApi", "assert_problem", "digest_header"]
-
 DEVICE = "cpu-x86_64-0123456789abcdef"
 
 

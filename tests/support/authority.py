@@ -8,8 +8,6 @@ import trustme
 
 from graphstash_server.testing import LiveServer
 
-__all__ = ["Authority"]
-
 
 class Authority:
     """A certificate authority.

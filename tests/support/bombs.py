@@ -9,8 +9,6 @@ import zstandard
 
 from graphstash_schema import ArtifactKey
 
-__all__ = ["GIANT_BYTES", "bomb", "count_decompressors", "envelope_of", "frame"]
-
 GIANT_BYTES = 4 * 1024**3
 
 _BLOCK_BYTES = 128 * 1024

@@ -8,8 +8,6 @@ from typing import Any, Self
 from playwright.sync_api import Browser as Chromium
 from playwright.sync_api import Error, sync_playwright
 
-__all__ = ["Browser", "chromium"]
-
 
 @contextmanager
 def chromium() -> Iterator[Chromium]:

@@ -2,8 +2,6 @@
 
 from typing import Final
 
-__all__ = ["BUILD", "BUILD_PROGRAM", "RANKS"]
-
 RANKS: Final = """
 import subprocess, sys
 ranks = [subprocess.Popen([sys.executable, *sys.argv[1:]]) for _ in range(3)]

@@ -7,8 +7,6 @@ import sqlalchemy as sa
 from graphstash_server.db.engine import make_engine
 from graphstash_server.settings import load_settings
 
-__all__ = ["execute"]
-
 
 def execute(url: str, statement: str) -> None:
     """Run a statement. Default: in the database of the settings."""

@@ -6,8 +6,6 @@ import subprocess
 from datetime import timedelta
 from pathlib import Path
 
-__all__ = ["HostClock"]
-
 
 class HostClock:
     """The wall clock of the processes that get `environment`. Their monotonic clocks are real."""

@@ -14,8 +14,6 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 
 from support.waiting import until
 
-__all__ = ["Collector", "ReceivedSpan"]
-
 
 @dataclass(frozen=True, eq=False)
 class ReceivedSpan:

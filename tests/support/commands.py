@@ -5,8 +5,6 @@ from typing import Any
 import typer
 from typer.testing import CliRunner
 
-__all__ = ["invoke"]
-
 
 def invoke(command: Any, *arguments: str, status: int = 0) -> str:
     """Run a function, or an application of several commands, and return its output."""

@@ -11,15 +11,6 @@ from support.environments import packages_of
 from support.jobs import Jobs, Outcome, Running
 from support.run_case import RUN_CASE, case_arguments
 
-__all__ = [
-    "INDUCTOR_VERSIONS",
-    "TRITON_VERSIONS",
-    "CompilerJobs",
-    "InductorJobs",
-    "JaxJobs",
-    "TritonJobs",
-]
-
 _HOST = "HOST"
 """Placeholder for the folder of a host in the values of variables."""
 

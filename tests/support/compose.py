@@ -14,8 +14,6 @@ from typing import Any
 
 import yaml
 
-__all__ = ["DOCKER", "Image", "copy_build_context", "example_variables", "load", "variables_of"]
-
 DOCKER = Path(__file__).parents[2] / "docker"
 
 _VARIABLE = re.compile(r"\$\{(?P<name>[A-Z0-9_]+)(?P<kind>:-|:\?|-)?(?P<rest>[^}]*)\}")

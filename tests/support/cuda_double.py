@@ -19,8 +19,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["CudaDouble"]
-
 _READS = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default}
 
 

@@ -10,8 +10,6 @@ import httpx
 from graphstash_schema import ArtifactKey, ArtifactMetadata, Digest, Namespace
 from graphstash_schema.explanation import SCHEDULE_PART, SPEEDUP_PART, described
 
-__all__ = ["CAUSE", "JOB", "LABEL", "Team", "key_of"]
-
 JOB = "pretrain-7b"
 LABEL = "jit(train_step)"
 CAUSE = "XLA_FLAGS: --a=2 here, --a=1 in the artifact that ana@node04 made 2 h ago"

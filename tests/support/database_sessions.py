@@ -8,8 +8,6 @@ from typing import Any, Final
 
 import asyncpg
 
-__all__ = ["BOUND_SECONDS", "connected", "eventually", "waiting"]
-
 BOUND_SECONDS: Final = 60.0
 """Far longer than any wait takes, so that a busy machine does not decide a test."""
 

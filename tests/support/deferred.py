@@ -3,8 +3,6 @@
 from importlib import import_module
 from typing import Any
 
-__all__ = ["Deferred"]
-
 
 class Deferred:
     """A stand-in for a module that imports the module when one of its names is first used.

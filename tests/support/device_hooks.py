@@ -7,8 +7,6 @@ from typing import Any
 from support.compiler_jobs import CompilerJobs
 from support.jobs import Outcome
 
-__all__ = ["on_two_hosts"]
-
 
 def on_two_hosts(
     directory: Path,

@@ -6,8 +6,6 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Reads"]
-
 
 class Reads(TorchDispatchMode):
     """Count the operations that read a tensor's value in this block."""

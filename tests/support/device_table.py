@@ -4,8 +4,6 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-__all__ = ["print_table"]
-
 
 def print_table(reporter: Any, conftest: str) -> None:
     """Print the table of a folder's tests, if they ran.

@@ -3,8 +3,6 @@
 import textwrap
 from pathlib import Path
 
-__all__ = ["add_distribution"]
-
 
 def add_distribution(
     folder: Path, name: str, hooks: str = "", /, version: str = "1.0", **modules: str

@@ -11,8 +11,6 @@ from support.hostile import Answer, Middlebox, Request
 from support.processes import graphstash_here
 from support.waiting import PATIENT_VARIABLES
 
-__all__ = ["CANARY", "altering", "diagnose", "doctor", "expect", "line"]
-
 CANARY = "gst_canarycanaryabcd_" + "CANARY0" * 6 + "x"
 """A token that no server accepts, and that no output may contain."""
 

@@ -24,8 +24,6 @@ from support.environments import packages_of, python_of
 from support.ports import reserved_port
 from support.waiting import until
 
-__all__ = ["Azurite", "FakeGcs"]
-
 _AZURITE = "azurite@3.37.0"
 _ACCOUNT = "devstoreaccount1"
 _MANAGE = """

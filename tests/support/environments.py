@@ -13,8 +13,6 @@ from pathlib import Path
 
 from filelock import FileLock
 
-__all__ = ["link_bytecode", "packages_of", "python_of"]
-
 _ROOT = Path(__file__).parents[2]
 
 

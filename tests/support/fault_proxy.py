@@ -9,8 +9,6 @@ from contextlib import suppress
 from enum import StrEnum
 from typing import Final, Self
 
-__all__ = ["IMPATIENT", "LEASE_REQUEST", "Fault", "FaultProxy"]
-
 IMPATIENT: Final = {"connect_seconds": 0.5, "first_byte_seconds": 2}
 """The product's default timeouts, for clients of the proxy. Some faults last until a timeout."""
 

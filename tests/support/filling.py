@@ -18,16 +18,6 @@ from graphstash_schema.explanation import digest_of_parts, identity_of
 from graphstash_server.db import tables
 from graphstash_server.eviction_order import aged, density
 
-__all__ = [
-    "BLOB_BYTES",
-    "blob",
-    "describe",
-    "environment_of",
-    "fill",
-    "fingerprint",
-    "program_of",
-]
-
 BLOB_BYTES = 4096
 _BLOBS = 256
 """Number of different blobs. Artifacts share them, so a million artifacts take a megabyte of

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Regression", "batches", "framework", "is_same", "states"]
-
 WIDTH = 8
 
 

@@ -19,8 +19,6 @@ from graphstash_server.settings import load_settings
 from graphstash_server.testing import ServerProcess
 from support.tokens import Callers
 
-__all__ = ["DEVICE", "GuardedServer", "Picture", "artifact_path", "fingerprint", "keys"]
-
 DEVICE = "cpu-x86_64-0123456789abcdef"
 
 _VOLATILE = {

@@ -7,8 +7,6 @@ import torch
 from torch import Tensor
 from torch.utils import dlpack
 
-__all__ = ["HOLDERS"]
-
 _DLPACK: Final[Any] = dlpack
 """torch does not annotate it."""
 

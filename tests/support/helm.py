@@ -10,8 +10,6 @@ from support.compose import DOCKER
 from support.environments import python_of
 from support.processes import captured
 
-__all__ = ["CHART", "VERSIONS", "HelmError", "render", "render_all", "validate"]
-
 CHART = DOCKER / "helm"
 VERSIONS = ("1.25", "1.31", "1.37")
 """Kubernetes versions: the oldest that the chart accepts, one between, and the newest with a

@@ -20,8 +20,6 @@ from support.server import Server
 from support.tiers import most_extended
 from support.waiting import PATIENT
 
-__all__ = ["OF_THE_CACHE", "HookContract"]
-
 REASONS = {
     "missing": "connect",
     Fault.SILENT: "timeout",

@@ -11,8 +11,6 @@ from graphstash._compile.stats import Counters
 from graphstash._executor import BoundedExecutor
 from graphstash_schema import ArtifactKey, ArtifactMetadata
 
-__all__ = ["METADATA", "Host", "file_size_limit", "key", "request"]
-
 METADATA: Final = ArtifactMetadata(compile_seconds=3.0, raw_size_bytes=5)
 """Metadata of b"graph", which tests publish if its bytes do not matter."""
 

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple, Self
 
 import httpx
 
-__all__ = ["Answer", "Middlebox", "Request"]
-
 _HOP = {"connection", "transfer-encoding", "content-length", "date"}
 
 

@@ -16,8 +16,6 @@ from graphstash.hooks.inductor.hook import install
 from support.host import Host
 from support.waiting import PATIENT
 
-__all__ = ["InductorHost", "inductor_host"]
-
 
 class InductorHost(Host):
     """A host of torch.compile.

@@ -13,8 +13,6 @@ import jwt
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from jwt.algorithms import get_default_algorithms
 
-__all__ = ["Cluster", "Issuer", "new_key"]
-
 _CURVES: dict[str, ec.EllipticCurve] = {
     "ES256": ec.SECP256R1(),
     "ES384": ec.SECP384R1(),

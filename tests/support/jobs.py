@@ -24,8 +24,6 @@ from support.environments import python_of
 from support.starts import Popen, Zygote
 from support.waiting import PATIENT, until
 
-__all__ = ["JOB", "TRAIN_JOB", "Jobs", "Outcome", "Running", "losses_of", "until_step"]
-
 JOB = Path(__file__).with_name("job.py")
 TRAIN_JOB = Path(__file__).with_name("train_job.py")
 SECONDS = 240

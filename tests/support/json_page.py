@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-__all__ = ["fields_of"]
-
 _PAGE = Path(__file__).parents[2] / "docs" / "json-output.md"
 
 

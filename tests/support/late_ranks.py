@@ -2,8 +2,6 @@
 
 from graphstash._compile import ranks
 
-__all__ = ["wait_for_late_ranks"]
-
 
 def wait_for_late_ranks() -> None:
     """Let a rank of this process that cannot reach the cache wait a minute for the next leader.

@@ -6,8 +6,6 @@ import threading
 from contextlib import suppress
 from typing import Self
 
-__all__ = ["Listener"]
-
 _ANSWER = (
     "HTTP/1.1 {status} Told\r\nGraphstash-Protocol: 1\r\nContent-Length: {length}\r\n"
     "Connection: close\r\n{headers}\r\n{body}"

@@ -11,8 +11,6 @@ import httpx
 from graphstash_schema import Digest
 from support.waiting import until
 
-__all__ = ["Load"]
-
 
 class Load:
     """Threads that put, get and acquire leases until the `with` block ends.

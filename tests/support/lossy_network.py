@@ -18,8 +18,6 @@ from graphstash.training.reduce.aggregators.aggregator import Aggregator, Reply
 from graphstash.training.reduce.aggregators.datagrams import Header, Kind, Operation, Seal
 from graphstash.training.reduce.aggregators.worker import BlockRows, Outgoing, Totals, Worker
 
-__all__ = ["Faults", "Network"]
-
 
 class Faults(NamedTuple):
     """Faults of datagrams.

@@ -6,8 +6,6 @@ import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["STAT", "assembled", "stat_by"]
-
 STAT = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, use_errno=True
 )

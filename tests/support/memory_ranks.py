@@ -2,8 +2,6 @@
 
 import threading
 
-__all__ = ["MemoryRanks", "Values"]
-
 
 class Values:
     def __init__(self) -> None:

@@ -11,8 +11,6 @@ from support.waiting import until
 if TYPE_CHECKING:
     from graphstash_server.testing import ServerProcess
 
-__all__ = ["Cost", "Meter", "forget_peak", "kibibytes"]
-
 
 def kibibytes(name: str, process: Path = Path("/proc/self")) -> int:
     """Return a process's memory: VmRSS now, or VmHWM at its peak.

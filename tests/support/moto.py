@@ -11,8 +11,6 @@ from botocore.config import Config
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
 
-__all__ = ["CREDENTIALS", "AnyS3", "Moto", "s3_client", "s3_settings"]
-
 CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "test:tester",
     "AWS_SECRET_ACCESS_KEY": "testing",

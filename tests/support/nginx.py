@@ -19,8 +19,6 @@ from support.ports import reserved_port
 from support.processes import captured
 from support.waiting import until
 
-__all__ = ["TEMPLATES", "Nginx", "in_front_of", "render", "seen"]
-
 TEMPLATES = Path(__file__).parents[2] / "docker" / "nginx"
 
 # Headers that differ in every answer, or that the server in front of the client sets.

@@ -4,8 +4,6 @@ import hashlib
 import shutil
 from pathlib import Path
 
-__all__ = ["unplugged"]
-
 _NOBODY = "http://127.0.0.1:9"
 
 

@@ -17,28 +17,6 @@ from torch.optim import lr_scheduler as schedules
 
 from graphstash.training import optimizers
 
-__all__ = [
-    "BY_HAND",
-    "CASES",
-    "FORMS",
-    "NOT_IN_TORCH",
-    "ON_XLA",
-    "SCHEDULES",
-    "SHAPES",
-    "assert_close",
-    "assert_equal",
-    "copies",
-    "give_gradients",
-    "gradients",
-    "loss_of",
-    "make_steps",
-    "new_parameters",
-    "public",
-    "shaped",
-    "train_beside",
-    "train_scheduled",
-]
-
 NOT_IN_TORCH: Final = frozenset({"LAMB", "Lion", "ScheduleFreeAdamW"})
 """Optimizers whose state dictionaries torch does not read, and for which torch has no fused
 kernel."""

@@ -9,8 +9,6 @@ from graphstash_server.db.queries.artifacts import pin_artifacts
 from graphstash_server.keys import StoredKey
 from graphstash_server.settings import load_settings
 
-__all__ = ["pin", "pin_in"]
-
 
 def pin(database_url: str, keys: Sequence[StoredKey]) -> None:
     async def work() -> None:

@@ -9,8 +9,6 @@ from typing import Any
 # A package of this Python contains the plug-in, for any framework.
 import xla_plugins.xla_cpu_pjrt as plugin_package
 
-__all__ = ["LIBRARY", "use_in_jax", "widen_execute_options"]
-
 LIBRARY = Path(plugin_package.__file__).with_name("xla_cpu_pjrt.so")
 
 EXECUTE, PLUGIN_SIZE = 55, 112

@@ -3,8 +3,6 @@
 import atexit
 import socket
 
-__all__ = ["reserved_port"]
-
 
 def reserved_port(address: str = "127.0.0.1") -> int:
     """Return a TCP port that stays reserved until this process ends.

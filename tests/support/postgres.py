@@ -17,8 +17,6 @@ import asyncpg
 
 from support.ports import reserved_port
 
-__all__ = ["Postgres"]
-
 _START_SECONDS = 60
 
 

@@ -16,17 +16,6 @@ import pytest
 
 from graphstash.__main__ import main
 
-__all__ = [
-    "captured",
-    "graphstash",
-    "graphstash_here",
-    "graphstash_on_terminal",
-    "graphstash_unread",
-    "is_running",
-    "python",
-    "started",
-]
-
 
 def captured(
     command: Iterable[object], *, check: bool = False, **options: Any

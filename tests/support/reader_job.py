@@ -6,8 +6,6 @@ from graphstash import ClientConfig
 from support.host import Host
 from support.waiting import PATIENT
 
-__all__ = ["OWN", "ReaderJob"]
-
 OWN = b"compiled by the job itself " * 100
 """The job's own result. Any other bytes came from the cache."""
 

@@ -6,8 +6,6 @@ import pytest
 
 from graphstash import CacheError
 
-__all__ = ["refusal"]
-
 
 def refusal(call: Callable[..., object], *arguments: object, **named: object) -> CacheError:
     """Return the `CacheError` that the call raises. Without an error, the test fails."""

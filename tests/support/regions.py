@@ -14,8 +14,6 @@ from support.ports import reserved_port
 from support.tokens import issue
 from support.waiting import until
 
-__all__ = ["Site", "envelope", "read"]
-
 
 def envelope(api: Api, number: int = 0, payload: bytes = b"graph") -> bytes:
     """Return a blob of a key, whose head names the key as clients write it."""

@@ -11,13 +11,6 @@ from filelock import FileLock
 from support.environments import link_bytecode
 from support.starts import fork_with
 
-__all__ = [
-    "COMMIT",
-    "python_of_commit",
-    "python_of_release_before",
-    "sources_of_release_before",
-]
-
 COMMIT = "c27ac18d5862d74c5c481c1e784809fafeb7132c"
 """Commit of the previous release. Each release updates it."""
 

@@ -2,8 +2,6 @@
 
 import sys
 
-__all__ = ["lack_of"]
-
 
 def lack_of(kind: str) -> str:
     """Return why the tests on a device cannot run here, or an empty string."""

@@ -13,8 +13,6 @@ import json
 import sys
 from pathlib import Path
 
-__all__ = ["RUN_CASE", "case_arguments"]
-
 RUN_CASE = Path(__file__)
 
 

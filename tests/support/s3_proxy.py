@@ -11,8 +11,6 @@ from contextlib import contextmanager, suppress
 from enum import StrEnum
 from typing import NamedTuple, Self
 
-__all__ = ["S3Fault", "S3Proxy"]
-
 
 class S3Fault(StrEnum):
     """How the proxy fails."""

@@ -8,8 +8,6 @@ import httpx
 
 from graphstash_server.testing import ServerProcess
 
-__all__ = ["Server"]
-
 
 class Server(ServerProcess):
     """`graphstash serve` on a free loopback port."""

@@ -33,17 +33,6 @@ from graphstash_server.testing import MemoryBlobStore
 from graphstash_server.testing.stores import as_chunks
 from support.pins import pin_in
 
-__all__ = [
-    "ACTOR",
-    "OVERWRITE",
-    "FakeClock",
-    "ServiceClient",
-    "key_of",
-    "new_token",
-    "opener",
-    "upload_of",
-]
-
 ACTOR = Actor("writer", "request-1")
 OVERWRITE = NamespacePolicy(mode=WriteMode.OVERWRITE)
 

@@ -2,8 +2,6 @@
 
 import httpx
 
-__all__ = ["HTML", "sign_in"]
-
 HTML = {"Accept": "text/html,application/xhtml+xml"}
 
 

@@ -22,8 +22,6 @@ from graphstash_schema import (
     NamespacePattern,
 )
 
-__all__ = ["Sealed", "Team", "flipped", "plant", "sealed", "signature_of", "trust_json"]
-
 
 @dataclass(frozen=True)
 class Sealed:

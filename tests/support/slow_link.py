@@ -9,8 +9,6 @@ import re
 import threading
 from typing import Self
 
-__all__ = ["SlowLink"]
-
 _REQUEST = re.compile(rb"(GET|HEAD|PUT|POST|DELETE) (\S+) HTTP/1.1\r\n")
 
 

@@ -15,8 +15,6 @@ from support.ports import reserved_port
 from support.processes import captured
 from support.waiting import until
 
-__all__ = ["Slurm"]
-
 _START_SECONDS: Final = 60
 
 # `cred_expire` and the intervals let a requeued job start after seconds instead of two minutes.

@@ -7,8 +7,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-__all__ = ["SmallDisk"]
-
 _PIECE_BYTES = 64 * 1024
 
 # Without permission to mount, the server reads the figures of a small disk, but writes to a large

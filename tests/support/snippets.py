@@ -20,8 +20,6 @@ from support.command_checker import PROGRAMS
 from support.environments import python_of
 from support.ports import reserved_port
 
-__all__ = ["Result", "run_page"]
-
 _SUPPORT = Path(__file__).parent
 _SERVER_ADDRESS = re.compile(r"(https?://)[\w.-]+:8077")
 _MARK = "--- snippet "

@@ -12,8 +12,6 @@ from sqlalchemy.engine import Engine
 from graphstash_server.db.reads import PostgresLane, SqliteLane
 from graphstash_server.db.sqlite import SqliteHere, SqliteThread, SqliteTransaction
 
-__all__ = ["Statement", "recorded"]
-
 
 class Statement(NamedTuple):
     """An executed statement, as the driver received it, with the first of its parameters."""

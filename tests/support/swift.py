@@ -20,8 +20,6 @@ from support.moto import AnyS3, s3_client
 from support.ports import reserved_port
 from support.processes import captured
 
-__all__ = ["Swift"]
-
 _READY_SECONDS = 120
 
 _RINGS = """

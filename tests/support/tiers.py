@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["each_of", "most_extended"]
-
 
 def most_extended(values: Sequence[Any], *, quick: Sequence[Any]) -> list[Any]:
     """Return all of `values`, and mark those outside `quick` as extended."""

@@ -17,8 +17,6 @@ from graphstash_server.services.identity.tokens import TokenService
 from graphstash_server.testing import LiveServer
 from support.api import Api
 
-__all__ = ["Callers", "Guarded", "issue"]
-
 
 def issue(
     database_url: str,

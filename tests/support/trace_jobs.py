@@ -7,12 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from support.cases.tracing import LARGE
 from support.processes import captured
 from support.run_case import RUN_CASE, case_arguments
 from support.waiting import PATIENT_VARIABLES
-
-__all__ = ["LARGE", "run_trace_job", "take_away"]
 
 
 def run_trace_job(

@@ -16,18 +16,6 @@ import numpy as np
 from graphstash.config import ClientConfig
 from graphstash.tuning.targets.callable import CallableTarget
 
-__all__ = [
-    "Unprepared",
-    "build",
-    "calls_of",
-    "costs_its_distance",
-    "costs_what_it_says",
-    "flatters_at_first",
-    "is_one",
-    "logged_cost",
-    "numbered",
-]
-
 
 class Unprepared(CallableTarget):
     def prepare(self) -> None:

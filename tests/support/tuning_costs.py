@@ -7,8 +7,6 @@ from typing import Any
 
 from graphstash.tuning.search.base import Searcher
 
-__all__ = ["COSTS", "area_above", "best_so_far"]
-
 Values = Mapping[str, Any]
 
 

@@ -8,8 +8,6 @@ import httpx
 
 from graphstash import ClientConfig
 
-__all__ = ["PATIENT", "PATIENT_VARIABLES", "until", "until_waiting", "variables_of"]
-
 PATIENT: Final = {"connect_seconds": 30, "first_byte_seconds": 30}
 """Timeouts for clients whose fallbacks a test counts. On a busy machine, an answer may take longer
 than the defaults, 0.5 and 2 seconds."""

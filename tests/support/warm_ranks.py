@@ -12,8 +12,6 @@ from typing import Any, Self
 from support.jobs import Jobs, Running
 from support.run_case import RUN_CASE, case_arguments
 
-__all__ = ["WarmRanks"]
-
 SECONDS = 200
 
 

@@ -8,8 +8,6 @@ from urllib.parse import urlsplit
 
 from graphstash_schema import Digest
 
-__all__ = ["Answer", "Wire", "head", "put_head"]
-
 _SECONDS = 20
 
 

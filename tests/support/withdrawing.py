@@ -8,8 +8,6 @@ from graphstash import Stash
 from graphstash_schema import ArtifactKey, Digest, ReportReason
 from support.host import key
 
-__all__ = ["delete", "turn", "withhold"]
-
 
 def withhold(stash: Stash, artifact: int | ArtifactKey = 1) -> None:
     """Report an artifact as wrong. The server withholds it at once."""

@@ -7,8 +7,6 @@ import numpy as np
 
 from graphstash import tuning
 
-__all__ = ["SPACE", "target"]
-
 _A = np.arange(12.0).reshape(3, 4)
 _EXPECTED = _A.sum(axis=1)
 _renewals = itertools.count(1)

@@ -22,8 +22,6 @@ sys.path.insert(0, str(_ROOT / "tests"))
 from graphstash_server.testing import ServerProcess  # noqa: E402 - the line above puts tests on the path
 from support.environments import python_of  # noqa: E402 - as above
 
-__all__ = ["SUITES", "main"]
-
 
 @dataclass(frozen=True)
 class Suite:

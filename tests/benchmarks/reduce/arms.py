@@ -18,8 +18,6 @@ from graphstash.training.reduce import AggregatedAllReduce, BlockSparseAllReduce
 from graphstash.training.reduce.aggregators.datagrams import OVERHEAD_BYTES
 from graphstash.training.reduce.ddp_hook import _DENSE_ABOVE as DENSE_ABOVE
 
-__all__ = ["ARMS", "LOOKS", "Arms", "formula", "model_bytes"]
-
 ARMS = ("ring", "coo", "blocks", "look", "paused", "dedicated", "colocated")
 
 AGGREGATED = ("dedicated", "colocated")

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["BLOCK", "OVERLAPS", "Cell", "gathers", "link_payload", "ring_bytes"]
-
 BLOCK = 256  # elements
 OVERLAPS = ("none", "random", "full")
 

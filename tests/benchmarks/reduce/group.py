@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 from benchmarks.report import environment
 
-__all__ = ["Group", "Sample"]
-
 WORKER = "benchmarks.reduce.worker"
 AGGREGATOR = "graphstash.training.reduce.aggregators"
 

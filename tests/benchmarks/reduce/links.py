@@ -17,8 +17,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Loopback", "Star", "Traffic", "sweep"]
-
 PREFIX = "reduce-bench"
 KILLED_WITH_PARENT = ("setpriv", "--pdeathsig", "KILL")
 

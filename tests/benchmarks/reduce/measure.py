@@ -9,8 +9,6 @@ from benchmarks.reduce.arms import AGGREGATED, LOOKS, arms_of, formula, model_by
 from benchmarks.reduce.cells import link_payload
 from benchmarks.report import Goal
 
-__all__ = ["Checks", "compare", "draw", "goals_of", "measure"]
-
 COLOURS = {"coo": "#8a8a8a", "blocks": "#3b75af", "dedicated": "#e08a1e", "colocated": "#4f9d5d"}
 
 SECONDS, MODEL, RATIOS = "Seconds", "Seconds over the model's", "Ring's seconds over this arm's"

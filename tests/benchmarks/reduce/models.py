@@ -13,8 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from benchmarks.reduce.arms import AGGREGATED
 from graphstash.training.reduce import SparseState, Thresholding, sparse_hook
 
-__all__ = ["MODELS", "TRAINED", "Training"]
-
 ROWS, WIDTH, BAG, BATCH = 200_000, 64, 8, 64
 WARM_UP = 2  # steps: DDP rebuilds its buckets after the first
 

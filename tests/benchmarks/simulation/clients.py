@@ -14,8 +14,6 @@ from graphstash._compile.waiting import WaitBudget
 from graphstash._http.circuit_breaker import CircuitBreaker
 from graphstash.errors import BusyError
 
-__all__ = ["Client", "Host"]
-
 MAX_POLL_SECONDS = 20.0  # these are constants of graphstash._compile.cache
 MIN_POLL_SECONDS = 0.5
 POLL_SHARE = 0.1

@@ -7,8 +7,6 @@ from benchmarks.simulation.real import RECORD
 from benchmarks.simulation.settings import Costs, Deployment, Fleet
 from support.waiting import PATIENT
 
-__all__ = ["COMPARED", "UNPACED", "compare", "predicted", "recorded"]
-
 COMPARED = ("compiles", "downloads", "uploads", "served_bytes", "absent", "granted")
 """Counts that a test compares. CPU and refusals depend on the load of the machine."""
 

@@ -10,8 +10,6 @@ from benchmarks.simulation.clients import Client, Host
 from benchmarks.simulation.servers import Cluster
 from benchmarks.simulation.settings import Costs
 
-__all__ = ["Outcome", "simulate"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:

@@ -32,8 +32,6 @@ from support.run_case import RUN_CASE, case_arguments
 from support.server import Server
 from support.waiting import PATIENT, until
 
-__all__ = ["RECORD"]
-
 RECORD = Path(__file__).with_name("recorded.json")
 FLEET = {
     "hosts": 75,

@@ -20,8 +20,6 @@ from benchmarks.simulation.compared import compare
 from benchmarks.simulation.model import simulate
 from benchmarks.simulation.settings import GIB, Bytes, Costs, Deployment, Fleet
 
-__all__ = ["deployment_for", "main"]
-
 PART = "fleet"
 SHARES = {"warm": 0.0, "usual": 0.05, "cold": 1.0}
 

@@ -15,8 +15,6 @@ import simpy
 
 from benchmarks.simulation.settings import MIB, Bytes
 
-__all__ = ["Answer", "Cluster", "Connection", "Flow"]
-
 WAITING_SECONDS = 1.0  # as in graphstash_server.api.connection, like the next one
 MAX_WAITING = 1024
 FREE_SHARE = 1 / 8  # as in graphstash_server.services.wait_queue

@@ -6,8 +6,6 @@ Costs come from docs/benchmarks.md. An input that was not measured says "assumed
 from dataclasses import dataclass
 from enum import StrEnum
 
-__all__ = ["GIB", "MIB", "Bytes", "Costs", "Deployment", "Fleet"]
-
 MIB = 1024**2
 GIB = 1024**3
 

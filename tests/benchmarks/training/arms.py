@@ -17,8 +17,6 @@ from loops import ARMS, OPTIMIZERS
 from benchmarks.figures import Figures, progress, rotated
 from benchmarks.training.cells import BATCH_SIZES, Cell, Run
 
-__all__ = ["BACKENDS", "COSTS", "HOST", "RATES", "RATIOS", "main"]
-
 BACKENDS = ("torch_xla", "cuda", "torch")
 RATES = "Steps per second"
 RATIOS = "Ratios of steps per second, of the same round"

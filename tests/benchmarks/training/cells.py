@@ -16,8 +16,6 @@ from train_digits import CNN, Digits, batches_of
 
 from support.device_reads import Reads
 
-__all__ = ["BATCH_SIZES", "Cell", "Run"]
-
 BATCH_SIZES = {"MLP": (32, 256), "CNN": (32, 128), "GPT": (2, 8)}
 LEARNING_RATES = {"SGD": 0.01, "Adam": 1e-3, "AdamW": 1e-3}
 CONTEXT = 32

@@ -19,8 +19,6 @@ import torch
 from benchmarks.figures import Figures, progress, rotated
 from benchmarks.training.fusion_run import ARMS, MIB, MODELS, OPTIMIZERS, Cell, serve
 
-__all__ = ["RATIOS", "ROUNDS", "SHARE", "TABLE", "main"]
-
 TABLE = "CPU time of the training thread, ms per step"
 RATES = "Steps per second of wall time"
 RATIOS = "Ratios of CPU time per step, of the same round"

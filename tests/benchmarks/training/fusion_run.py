@@ -24,8 +24,6 @@ from torch.nn import functional
 from benchmarks.costs import peak_bytes, resident_bytes
 from graphstash import training
 
-__all__ = ["ARMS", "MODELS", "OPTIMIZERS", "Cell", "serve"]
-
 ARMS = ("unfused", "backward", "forward", "torch foreach", "torch fused", "torchtune")
 OPTIMIZERS = {"SGD": {"lr": 1e-3, "momentum": 0.9}, "Adam": {"lr": 1e-4}, "AdamW": {"lr": 1e-4}}
 WARM_UP = 4  # steps; fusion only observes the first

@@ -5,8 +5,6 @@ from benchmarks.report import Goal
 from benchmarks.training import fusion
 from benchmarks.training.arms import HOST, RATES, RATIOS
 
-__all__ = ["HOST_BOUND", "draw", "fusion_goals_of", "goals_of"]
-
 COLOURS = {"best": "#8a8a8a", "ours": "#3b75af", "ours-traced": "#e08a1e"}
 
 HOST_BOUND = 0.5

@@ -19,8 +19,6 @@ import torch
 
 from graphstash.training.threads import DeviceExecutor
 
-__all__ = ["STEPS", "measure"]
-
 TABLE = "Equal halves of 10 ms, one computed by the executor: wall time over the slower half"
 STEPS = 50
 SECONDS = 0.01  # of one half

@@ -11,8 +11,6 @@ from scipy.stats import wilcoxon
 from graphstash.tuning import make_searcher
 from support.tuning_costs import area_above
 
-__all__ = ["ARMS", "PAPER", "Run", "best_known", "compare", "points_of", "rows_of", "saved"]
-
 ARMS = {
     "random": ("random", {}),
     "g-bfs": ("g-bfs", {}),

@@ -14,8 +14,6 @@ from benchmarks.tuning.problems import Problem
 from graphstash.tuning import GemmSpace
 from support.environments import python_of
 
-__all__ = ["gemms"]
-
 MEASURER = Path(__file__).with_name("tvm_measurer.py")
 
 

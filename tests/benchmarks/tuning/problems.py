@@ -14,8 +14,6 @@ from graphstash.tuning import GemmSpace, SearchSpace, TableSpace
 from graphstash.tuning.space import Configuration
 from support.tuning_costs import COSTS
 
-__all__ = ["Problem", "lattices", "table"]
-
 
 @dataclass
 class Problem:

@@ -10,8 +10,6 @@ from graphstash.errors import CacheError
 from graphstash_schema import ArtifactKey, ManifestName
 from support.meter import forget_peak, kibibytes
 
-__all__ = ["CALLS", "costs_of"]
-
 _KEY = ArtifactKey.parse("jax", "cpu-x86_64", "0" * 64)
 CALLS: dict[str, Callable[[ServerClient], object]] = {
     "manifest": lambda client: client.manifest(ManifestName("nightly")),

@@ -7,8 +7,6 @@ from graphstash_schema import ArtifactKey
 from support.meter import forget_peak, kibibytes
 from support.reader_job import OWN, ReaderJob
 
-__all__ = ["costs_of"]
-
 
 def costs_of(*, settings: dict[str, Any], keys: list[dict[str, str]]) -> list[dict[str, Any]]:
     """Return the growth of the process in bytes for each key, and the reason of the compilation."""

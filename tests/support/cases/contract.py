@@ -5,8 +5,6 @@ import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["in_a_forked_child", "on_other_version"]
-
 
 def _case(name: str) -> Callable[..., Any]:
     module, _, function = name.partition(":")

@@ -7,8 +7,6 @@ from typing import Any
 from graphstash import ClientConfig, Stash
 from graphstash_schema import ArtifactKey
 
-__all__ = ["growth"]
-
 
 def growth(
     *, settings: dict[str, Any], small: str, large: str, is_file: bool

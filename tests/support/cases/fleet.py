@@ -18,8 +18,6 @@ from graphstash import ClientConfig, Stash
 from graphstash_schema import ArtifactKey
 from support.host import Host
 
-__all__ = ["graph", "read_at_once"]
-
 
 def graph(number: int) -> ArtifactKey:
     """Return a key with a fingerprint that looks as random as a real one."""

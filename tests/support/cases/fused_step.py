@@ -15,8 +15,6 @@ from graphstash.training.fusion.forward import ForwardFusion
 from graphstash.training.fusion.uses import is_held
 from support.held_memory import HOLDERS
 
-__all__ = ["in_next_forward"]
-
 partial_step._UNIT_BYTES = 0  # type: ignore[misc] # or these small parameters were left to step()
 
 

@@ -6,8 +6,6 @@
 import triton
 import triton.language as tl
 
-__all__ = ["softened"]
-
 
 @triton.jit
 def softened(x, out, n, BLOCK: tl.constexpr):  # noqa: N803 - Triton's convention

@@ -15,8 +15,6 @@ from graphstash import training
 from graphstash.training.loop.parallel import DistributedTorch
 from graphstash.training.reduce import AggregatedAllReduce, SparseState, sparse_hook
 
-__all__ = ["ddp", "one_rank"]
-
 ROWS = 3000
 
 

@@ -4,8 +4,6 @@ from typing import Any
 
 from triton.backends.compiler import GPUTarget
 
-__all__ = ["Driver", "Pointer"]
-
 
 class Driver:
     """Report that the host has a GPU."""

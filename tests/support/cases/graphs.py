@@ -10,8 +10,6 @@ from typing import Any
 import jax
 from jax import numpy as jnp
 
-__all__ = ["compiled"]
-
 GRAPHS = 12
 
 

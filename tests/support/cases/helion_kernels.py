@@ -15,8 +15,6 @@ from helion.autotuner.remote_cache import RemoteAutotuneCache
 from graphstash.tuning.targets import helion as team
 from graphstash.tuning.targets.helion import TeamBackend
 
-__all__ = ["tuned"]
-
 CONFIGS = [helion.Config(block_sizes=[rows, 64]) for rows in (32, 64)]
 measured: list[Any] = []
 

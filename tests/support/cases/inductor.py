@@ -14,8 +14,6 @@ from torch._dynamo.utils import counters
 from torch._inductor import config, cpu_vec_isa
 from torch._inductor.runtime import autotune_cache
 
-__all__ = ["products", "rank", "training", "training_with_bundles"]
-
 if pretended := os.environ.get("PRETEND_ISA"):
     cpu_vec_isa.x86_isa_checker = pretended.split
 

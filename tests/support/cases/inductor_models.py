@@ -11,13 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-__all__ = [
-    "convolutions",
-    "llama",
-    "predicting",
-    "tensor_parallel",
-]
-
 
 def llama() -> dict[str, Any]:
     """Hugging Face's Llama: rotary embeddings, RMS norm, grouped queries."""

@@ -18,8 +18,6 @@ from graphstash.tuning.memory.team import TeamMemory
 from graphstash.tuning.targets import inductor
 from support.cases.gpus import Driver
 
-__all__ = ["products"]
-
 
 class ChosenError(Exception):
     """Ends a compilation."""

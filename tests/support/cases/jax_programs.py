@@ -23,16 +23,6 @@ from jax._src import compilation_cache, compiler
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-__all__ = [
-    "ahead_of_time",
-    "collective",
-    "command_line",
-    "note_compiles",
-    "prewarmed_by_hand",
-    "training",
-    "training_in_children",
-]
-
 SETTINGS = (
     "jax_compilation_cache_dir",
     "jax_persistent_cache_enable_xla_caches",

@@ -18,8 +18,6 @@ from triton.compiler import ASTSource
 
 from support.cases.triton_kernels import assembled
 
-__all__ = ["kernels"]
-
 FLOATS = ("eps", "offset", "gate_multiplier")
 WIDE = {"n_cols": 1024, "BLOCK_SIZE": 1024}
 NORM = {"casting_mode": 0, "elementwise_affine": True, "BLOCK_SIZE": 1024}

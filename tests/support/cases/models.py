@@ -9,8 +9,6 @@ Each model is a case that imports its own libraries, because they are in several
 import gc
 from typing import Any, TypeAlias
 
-__all__ = ["flax_cnn", "residual_block"]
-
 Report: TypeAlias = dict[str, Any]
 """The losses, and the number of compilations."""
 

@@ -12,18 +12,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "compiled_training",
-    "jax_training",
-    "launched_kernels",
-    "prewarmed_step",
-    "topology",
-    "tuned_kernel",
-    "tuned_sums",
-    "xla_ranks",
-    "xla_training",
-]
-
 STEPS = 4
 
 

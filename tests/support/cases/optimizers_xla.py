@@ -38,8 +38,6 @@ from support.optimizer_cases import (
     train_scheduled,
 )
 
-__all__ = ["CHECKS", "checks"]
-
 STEPS = 12
 BAD = {0: math.inf, 5: math.inf, 7: math.nan}
 BY_NAME: dict[str, Any] = {

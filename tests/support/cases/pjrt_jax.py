@@ -31,8 +31,6 @@ from graphstash_schema import ArtifactMetadata
 from support.pjrt_plugin import LIBRARY, use_in_jax
 from support.waiting import until
 
-__all__ = ["faults", "fork", "user"]
-
 use_in_jax()
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 

@@ -3,8 +3,6 @@
 from contextlib import redirect_stdout
 from io import StringIO
 
-__all__ = ["printed"]
-
 
 def printed(*, text: str) -> list[str]:
     with redirect_stdout(StringIO()) as output:

@@ -17,8 +17,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, distributed
 
-__all__ = ["assert_same_bits", "error_of", "gathered", "serve"]
-
 
 def serve(*, address: str, store: str, rank: int, world: int) -> NoReturn:
     """Run the cases that `support.warm_ranks.WarmRanks` requests, in turn.

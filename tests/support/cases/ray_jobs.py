@@ -7,8 +7,6 @@ from typing import Any
 
 import ray
 
-__all__ = ["trained"]
-
 
 class _Trainer:
     """An actor: a process of its own, such as Ray Train starts."""

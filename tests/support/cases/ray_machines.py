@@ -25,8 +25,6 @@ from graphstash.tuning.search import make_searcher
 from graphstash.tuning.spaces import ParameterSpace
 from graphstash.tuning.tuner import search
 
-__all__ = ["measured"]
-
 METHOD = Method(samples=2, trial_seconds=1e6, timeout_seconds=5.0)
 ON_MACHINES: dict[str, Any] = {"options": {"resources": {"machine": 1}}, "modules": [__name__]}
 KERNEL = Path(__file__).parents[1] / "tuned_kernel.py"

@@ -13,8 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from support.cases.ranks import gathered
 
-__all__ = ["DTYPES", "ROWS", "Hook", "Model", "assert_sum", "drawn", "expected", "trained"]
-
 ROWS = 3000
 DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),

@@ -22,8 +22,6 @@ from graphstash.tuning.memory.team import TeamMemory
 from graphstash.tuning.spaces import ParameterSpace
 from graphstash_schema import DeviceType
 
-__all__ = ["tuned"]
-
 SPACE = ParameterSpace({f"block_{axis}": [2**each for each in range(11)] for axis in "mnk"})
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 import toycc
 
-__all__ = ["programs"]
-
 _SOURCE = "int answer(void) {{ return {}; }}"
 
 

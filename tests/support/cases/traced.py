@@ -26,8 +26,6 @@ from graphstash.training.traced import traced_step, xla
 from support.cases.ranks import error_of
 from support.cases.xla import counts
 
-__all__ = ["CHECKS", "checks", "share"]
-
 DEVICE = torch_xla.device()
 STEPS = 25
 ROUNDING = 2e-5  # float32; two graphs of one function may round differently

@@ -9,8 +9,6 @@ import graphstash
 from graphstash._process import session
 from graphstash_schema import ArtifactKey
 
-__all__ = ["LARGE", "ask"]
-
 LARGE = 200_000
 """Bytes of the artifact, more than a server keeps in memory."""
 

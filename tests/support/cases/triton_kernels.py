@@ -17,16 +17,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import cache
 
-__all__ = [
-    "OwnManager",
-    "assembled",
-    "failing",
-    "kernels",
-    "manager_calls",
-    "uninstalled",
-    "with_a_fault_of_the_cache",
-]
-
 TARGET = GPUTarget("cuda", 90, 32)
 KERNEL = """
 import triton

@@ -15,8 +15,6 @@ from graphstash.tuning.targets import triton as target
 from support.cases.gpus import Driver, Pointer
 from support.cases.triton_kernels import assembled
 
-__all__ = ["tuned"]
-
 
 @triton.jit  # type: ignore[untyped-decorator] # Triton ships no types
 def scaled(x, y, n, scale, BLOCK: tl.constexpr) -> None:  # type: ignore[no-untyped-def] # noqa: N803 - Triton's convention

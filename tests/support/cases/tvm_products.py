@@ -7,8 +7,6 @@ from typing import Any
 from graphstash.tuning.measuring import Pool
 from graphstash.tuning.targets.tvm_gemm import TvmGemm
 
-__all__ = ["measured"]
-
 NAMES = ("m_0", "m_1", "m_2", "m_3", "k_0", "k_1", "n_0", "n_1", "n_2", "n_3")
 
 

@@ -3,8 +3,6 @@
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as xla_metrics
 
-__all__ = ["counts"]
-
 
 def counts(*names: str) -> list[int]:
     """Return the count of each event once the device is idle."""

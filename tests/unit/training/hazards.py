@@ -36,8 +36,6 @@ from graphstash.training import (
 )
 from support.held_memory import HOLDERS
 
-__all__ = ["HAZARDS", "WIDTH", "Hazard", "Loop", "Net", "clip", "only_parts_are_called"]
-
 WIDTH = 6
 STEPS = 6
 
