@@ -206,11 +206,7 @@ def test_reports_of_one_subject_with_several_tokens_withhold_nothing(
 ):
     """All tokens of a subject are one caller, which also holds their leases."""
     publish(key(), b"an executable", server=server)
-    wrong = {
-        "key": asdict(key()),
-        "digest": server.digest_of(space),
-        "reason": "corrupt",
-    }
+    wrong = {"key": asdict(key()), "digest": server.digest_of(space), "reason": "corrupt"}
 
     def report(caller):
         answer = caller.post(f"/v1/{space}/artifacts:report", json=wrong)

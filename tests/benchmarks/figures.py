@@ -87,12 +87,7 @@ def columns_of(rows):
 def summary(cell):
     if isinstance(cell, str):
         return cell
-    return {
-        "median": statistics.median(cell),
-        "min": min(cell),
-        "max": max(cell),
-        "samples": cell,
-    }
+    return {"median": statistics.median(cell), "min": min(cell), "max": max(cell), "samples": cell}
 
 
 def show(cell):

@@ -41,10 +41,7 @@ from support.postgres import Postgres
 KIB, MIB = 1024, 1024**2
 LOADS = (1, 16)
 """Connections of a small read. With one, a server also pays for its sleep before each request."""
-LARGE = (
-    ("GET 1 MiB", "1MiB", MIB, LOADS),
-    ("GET 64 MiB", "64MiB", 64 * MIB, (1, 64)),
-)
+LARGE = (("GET 1 MiB", "1MiB", MIB, LOADS), ("GET 64 MiB", "64MiB", 64 * MIB, (1, 64)))
 HOT = "4KiB"
 RANDOM = 2048  # artifacts in random order: twice the rows that a server keeps in memory
 RANGE = "Range: bytes=1024-2047\r\n"

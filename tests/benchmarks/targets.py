@@ -124,11 +124,7 @@ class Graphstash(Target):
 
     def key(self, name):
         """Return the key in the form of the lookup call."""
-        return {
-            "kind": "torch_xla",
-            "device_type": DEVICE_TYPE,
-            "fingerprint": self._paths[name],
-        }
+        return {"kind": "torch_xla", "device_type": DEVICE_TYPE, "fingerprint": self._paths[name]}
 
     def put(self, connection, parts, digest, name=None):
         """Store a body under a new key."""

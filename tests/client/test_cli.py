@@ -297,10 +297,7 @@ def test_command_ends_like_other_tools_if_its_output_has_no_reader(server, argum
     assert (status, errors) == (-signal.SIGPIPE, "")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [("status",), ("keys", "list"), ("doctor",)],
-)
+@pytest.mark.parametrize("arguments", [("status",), ("keys", "list"), ("doctor",)])
 def test_misspelled_setting_is_reported_once_by_every_command(tmp_path, arguments):
     settings = {"GRAPHSTASH_NAMESPCE": "x", "GRAPHSTASH_CACHE_DIR": tmp_path}
     result = graphstash(*arguments, **settings, GRAPHSTASH_DATA_DIR="/of/a/server")

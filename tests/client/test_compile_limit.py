@@ -143,8 +143,7 @@ def test_nested_compilation_counts_once_towards_the_limit_of_a_running_one(monke
         for number in (1, 2, 3)
     )
     limit = CompileLimit(
-        ClientConfig(max_compile_seconds=500),
-        lambda *_, **__: ends.append(seen[-1]),
+        ClientConfig(max_compile_seconds=500), lambda *_, **__: ends.append(seen[-1])
     )
     limit.begin(outer, None)
     clock[0] = 100.0

@@ -135,10 +135,7 @@ def test_unshareable_program_is_named_with_its_cause_by_run_explain_and_doctor(
 def test_explanation_without_server_names_the_reason_and_a_hostile_label_in_one_line(run, explain):
     alone = run("alone", {"step\x1b]0;owned\x07": {}}, url="http://127.0.0.1:9")
     cause = "the cache could not help (connect): the server was down or unreachable"
-    assert lines_of(alone)[-2:] == [
-        f"1 compiled: {cause}",
-        "    jit(step ]0;owned )",
-    ]
+    assert lines_of(alone)[-2:] == [f"1 compiled: {cause}", "    jit(step ]0;owned )"]
     asked = explain("alone", GRAPHSTASH_URL="http://127.0.0.1:9")
     assert "the cache could not help (connect)" in asked.stdout
     assert "\x1b" not in alone.stderr + asked.stdout

@@ -99,8 +99,7 @@ def position(stash):
 
 
 @pytest.mark.parametrize(
-    ("withdraw", "is_read_only"),
-    [(withhold, False), (delete, True), (replace, False)],
+    ("withdraw", "is_read_only"), [(withhold, False), (delete, True), (replace, False)]
 )
 @pytest.mark.usefixtures("later", "let_overwrite")
 def test_own_copy_is_removed_if_its_bytes_were_withdrawn(next_job, withdraw, is_read_only):

@@ -27,10 +27,7 @@ def run(jobs, server, namespace, tmp_path):
     """Return a function that runs a case cold and warm."""
 
     def run(
-        make: Callable[..., CompilerJobs],
-        environment: str,
-        case: str,
-        **settings: str,
+        make: Callable[..., CompilerJobs], environment: str, case: str, **settings: str
     ) -> Pair:
         own = {"url": server.url, "namespace": namespace, "environment": environment}
         with make(tmp_path / "jobs", jobs=jobs, **{"cases": "models", **own, **settings}) as hosts:

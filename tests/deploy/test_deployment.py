@@ -28,10 +28,7 @@ def test_artifact_of_one_host_reaches_another_by_nginx_and_both_servers(deployme
     assert deployment.nginx.has_sent(answer.headers["x-request-id"])
     for port in deployment.ports.values():
         answer = http.get(f"http://127.0.0.1:{port}{path}", headers=deployment.headers)
-        assert (answer.status_code, Digest.of(answer.content).etag) == (
-            200,
-            answer.headers["etag"],
-        )
+        assert (answer.status_code, Digest.of(answer.content).etag) == (200, answer.headers["etag"])
     for _ in range(6):
         assert http.get(deployment.url + "/readyz").status_code == 200
     for port in deployment.ports.values():

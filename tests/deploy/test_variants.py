@@ -111,10 +111,7 @@ def test_server_writes_only_to_its_volume_and_tmp(deploy, tmp_path):
     deployment = deploy("compose.yaml")
     deployment.migrate()
     deployment.prefix = ["unshare", "--mount", *as_root(), "sh", "-c", READ_ONLY, "read-only"]
-    deployment.more = {
-        "TMPFS": str(deployment.directory / "tmp"),
-        "OUTSIDE": str(tmp_path),
-    }
+    deployment.more = {"TMPFS": str(deployment.directory / "tmp"), "OUTSIDE": str(tmp_path)}
     deployment.start("server-1")
     deployment.make_token()
     url = f"http://127.0.0.1:{deployment.ports['server-1']}"

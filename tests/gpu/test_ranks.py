@@ -30,9 +30,7 @@ def test_two_ranks_train_to_the_bits_of_dense_gradients_over_gloo(jobs):
     store = (jobs.directory / "store").as_uri()
     ranks = [
         jobs.start(
-            f"rank-{number}",
-            "ddp",
-            {"number": number, "size": 2, "store": store, "device": DEVICE},
+            f"rank-{number}", "ddp", {"number": number, "size": 2, "store": store, "device": DEVICE}
         )
         for number in range(2)
     ]

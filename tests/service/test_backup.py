@@ -190,10 +190,7 @@ def blobs_in(directory):
 
 @pytest.mark.parametrize(
     ("source", "target"),
-    [
-        (("sqlite", "disk"), ("postgresql", "moto")),
-        (("postgresql", "moto"), ("sqlite", "disk")),
-    ],
+    [(("sqlite", "disk"), ("postgresql", "moto")), (("postgresql", "moto"), ("sqlite", "disk"))],
     ids="-".join,
 )
 def test_backup_under_load_restores_all_uploads_acknowledged_before_it(

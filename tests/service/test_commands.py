@@ -171,10 +171,7 @@ def test_fsck_repairs_every_kind_of_damage_and_gc_deletes_old_orphans(
     repaired = run(fsck, "--deep", "--repair", "--orphans-older-than", "0s")
     assert "found and repaired" in repaired
     assert "0 problems found" in run(fsck, "--deep", "--orphans-older-than", "0s")
-    assert [api.http.head(api.path(number)).status_code for number in range(4)] == [
-        *[404] * 3,
-        200,
-    ]
+    assert [api.http.head(api.path(number)).status_code for number in range(4)] == [*[404] * 3, 200]
     assert api.stats()["artifacts"] == 1
     assert api.put(b"0".ljust(10_000, b"."), 0).status_code == 201
 

@@ -6,13 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from graphstash_schema import (
-    TOKEN_FORM,
-    AccessKind,
-    Digest,
-    Grant,
-    TokenExchange,
-)
+from graphstash_schema import TOKEN_FORM, AccessKind, Digest, Grant, TokenExchange
 from graphstash_server.commands.token import token
 from graphstash_server.services.identity import tokens as tokens_module
 from graphstash_server.services.identity.principals import Principal

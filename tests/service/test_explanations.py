@@ -202,10 +202,7 @@ async def test_explanation_finds_the_removal_that_the_run_missed(opened):
         found = []
         for start in starts:
             answer = await server.context.explanations.explain(
-                key.namespace,
-                wanted,
-                readable=[key.namespace],
-                min_age=opened.clock() - start,
+                key.namespace, wanted, readable=[key.namespace], min_age=opened.clock() - start
             )
             found.append(answer.removal and answer.removal.at - starts[0])
     first, second = timedelta(seconds=30), timedelta(seconds=70)

@@ -190,10 +190,6 @@ def test_unusual_methods_statuses_and_durations_are_counted():
     for seconds in (0.0, 0.005, 0.0051, 60.0, 3600.0):
         counters.count_seconds(seconds)
     sums = counters.host.sums()
-    assert sums.requests == {
-        ("GET", "other"): 1,
-        ("other", "200"): 2,
-        ("other", "other"): 1,
-    }
+    assert sums.requests == {("GET", "other"): 1, ("other", "200"): 2, ("other", "other"): 1}
     assert list(sums.seconds) == [2, 1, *[0] * (len(BUCKETS) - 3), 1, 1]
     assert sums.total_seconds == pytest.approx(3660.0101)

@@ -170,12 +170,7 @@ def test_key_that_names_no_algorithm_verifies_all_of_its_type(verify, issuer):
 
 @pytest.mark.parametrize(
     ("algorithm", "named"),
-    [
-        ("HS256", "HS256"),
-        ("none", "none"),
-        ("<b>\n", "an unknown algorithm"),
-        ("PS256", "PS256"),
-    ],
+    [("HS256", "HS256"), ("none", "none"), ("<b>\n", "an unknown algorithm"), ("PS256", "PS256")],
 )
 async def test_refusal_names_the_algorithms_of_token_and_key(access, issuer, algorithm, named):
     issuer.add_key("rsa", "RS256")

@@ -56,8 +56,7 @@ def test_server_raises_the_limit_of_open_files_for_its_connections(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("files", "connections"),
-    [pytest.param(1024, 192, marks=pytest.mark.extended), (300, 11)],
+    ("files", "connections"), [pytest.param(1024, 192, marks=pytest.mark.extended), (300, 11)]
 )
 def test_hard_limit_of_open_files_bounds_the_connections(tmp_path, files, connections):
     environment = {"GRAPHSTASH_MIN_FREE_BYTES": "0", "GRAPHSTASH_HEADER_SECONDS": "600"}

@@ -455,10 +455,7 @@ def stores(request, tmp_path_factory, is_extended):
         return url
 
     rest = range(SMALL, LARGE)
-    made = {
-        "small": new(range(SMALL)),
-        "stale": new(range(SMALL), rest, analyzed_after=0),
-    }
+    made = {"small": new(range(SMALL)), "stale": new(range(SMALL), rest, analyzed_after=0)}
     if is_extended:
         made["fresh"] = new(range(SMALL), rest, analyzed_after=1)
     if request.param == "sqlite":  # PostgreSQL gathers statistics itself

@@ -7,13 +7,7 @@ from datetime import timedelta
 import pytest
 import sqlalchemy as sa
 
-from graphstash_schema import (
-    ArtifactMetadata,
-    Digest,
-    ErrorCode,
-    ReportReason,
-    ReportRequest,
-)
+from graphstash_schema import ArtifactMetadata, Digest, ErrorCode, ReportReason, ReportRequest
 from graphstash_server.commands.quarantine import quarantine as quarantine_command
 from graphstash_server.db.tables import artifacts
 from graphstash_server.errors import ServerError

@@ -47,10 +47,7 @@ def test_upload_into_reserved_disk_space_is_refused(tmp_path, connect, problem, 
 
         assert stored_files(tmp_path) == []
         ready = api.http.get("/readyz")
-        assert (ready.status_code, ready.json()["blob_store"]) == (
-            200,
-            "read only: no space left",
-        )
+        assert (ready.status_code, ready.json()["blob_store"]) == (200, "read only: no space left")
 
 
 def test_full_disk_refuses_uploads_and_rows_and_serves_reads(start, connect, problem, stored_files):

@@ -252,10 +252,7 @@ def test_transfers_and_accepted_connections_are_served_before_shutdown(start, co
     server = start()
     api, writer = connect(server.url), connect(server.url)
     api.put(LARGE)
-    with (
-        Wire(server.url) as wire,
-        api.http.stream("GET", api.path()) as download,
-    ):
+    with Wire(server.url) as wire, api.http.stream("GET", api.path()) as download:
         chunks = download.iter_raw(65536)
         received = next(chunks)
 

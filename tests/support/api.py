@@ -40,11 +40,7 @@ class Api:
         return f"/v1/{self.namespace}/leases/jax/{DEVICE}/{self.fingerprint(number)}"
 
     def key(self, number: int = 0) -> dict[str, str]:
-        return {
-            "kind": "jax",
-            "device_type": DEVICE,
-            "fingerprint": self.fingerprint(number),
-        }
+        return {"kind": "jax", "device_type": DEVICE, "fingerprint": self.fingerprint(number)}
 
     def fingerprint(self, number: int) -> str:
         return hashlib.sha256(str(number).encode()).hexdigest()

@@ -46,9 +46,7 @@ def fill(url: str, data_dir: Path, count: int) -> None:
     counters: dict[str, Any] = dict.fromkeys((column.name for column in tables.usage.columns), 0)
     counters |= {"namespace": _NAMESPACE, "artifacts": count, "size_bytes": count * BLOB_BYTES}
     _add(
-        url,
-        artifacts=(_COLUMNS, _rows(count)),
-        usage=(list(counters), [tuple(counters.values())]),
+        url, artifacts=(_COLUMNS, _rows(count)), usage=(list(counters), [tuple(counters.values())])
     )
 
 

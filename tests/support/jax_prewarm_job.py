@@ -34,11 +34,7 @@ def abstract_step(devices: Any) -> Any:
 
 def nothing(_: Any) -> Any:
     """Return a program for this host instead of the topology."""
-    return step, (
-        [jnp.ones((4, 4)), jnp.ones((4, 4))],
-        jnp.ones((4, 4)),
-        jnp.ones((4, 4)),
-    )
+    return step, ([jnp.ones((4, 4)), jnp.ones((4, 4))], jnp.ones((4, 4)), jnp.ones((4, 4)))
 
 
 def a_string(devices: Any) -> str:

@@ -72,11 +72,7 @@ class Network:
         self.seals = [Seal(key, seed) for key in keys]
         self.aggregators = [
             Aggregator(
-                seal,
-                number=number,
-                world=world,
-                now=0.0,
-                lost_after_seconds=lost_after_seconds,
+                seal, number=number, world=world, now=0.0, lost_after_seconds=lost_after_seconds
             )
             for number, seal in enumerate(self.seals)
         ]

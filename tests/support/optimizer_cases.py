@@ -136,15 +136,9 @@ CASES: Final = {
             },
         ),
         Case("LAMB", {"lr": 0.01}),
-        Case(
-            "LAMB",
-            {"lr": 0.01, "betas": (0.5, 0.9), "weight_decay": 0.1, "maximize": True},
-        ),
+        Case("LAMB", {"lr": 0.01, "betas": (0.5, 0.9), "weight_decay": 0.1, "maximize": True}),
         Case("Lion", {"lr": 0.01}),
-        Case(
-            "Lion",
-            {"lr": 0.01, "betas": (0.5, 0.9), "weight_decay": 0.1, "maximize": True},
-        ),
+        Case("Lion", {"lr": 0.01, "betas": (0.5, 0.9), "weight_decay": 0.1, "maximize": True}),
         Case("Adafactor", {"lr": 0.1, "weight_decay": 0.1, "maximize": True}),
         Case("Adafactor", {"lr": 0.1, "beta2_decay": -0.5, "eps": (0.3, 0.5), "d": 1.5}),
         Case(
@@ -152,8 +146,7 @@ CASES: Final = {
             {"lr": 0.05, "betas": (0.8, 0.9), "weight_decay": 0.1, "maximize": True},
         ),
         Case(
-            "ScheduleFreeAdamW",
-            {"lr": 0.05, "warmup_steps": 5, "r": 0.5, "weight_lr_power": 1.5},
+            "ScheduleFreeAdamW", {"lr": 0.05, "warmup_steps": 5, "r": 0.5, "weight_lr_power": 1.5}
         ),
     )
 }

@@ -109,11 +109,7 @@ def graphstash_here(
     """Run a command in this process, which saves its imports. `run` would replace this process."""
     output, trouble = io.StringIO(), io.StringIO()
     status: object = 0
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        redirect_stdout(output),
-        redirect_stderr(trouble),
-    ):
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(trouble):
         patch.setattr(sys, "argv", ["graphstash", *map(str, arguments)])
         for name, value in variables.items():
             patch.setenv(name, str(value))

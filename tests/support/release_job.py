@@ -65,9 +65,7 @@ class Client:
 
     def report(self, number, digest):
         reply = self.server.report(
-            key_of(number),
-            digest=Digest.parse(digest, size_bytes=0),
-            reason=ReportReason.CORRUPT,
+            key_of(number), digest=Digest.parse(digest, size_bytes=0), reason=ReportReason.CORRUPT
         )
         return [reply.found, reply.withheld]
 

@@ -27,9 +27,7 @@ def issue(
 ) -> TokenIssued:
     """Create a token as the command does."""
     request = TokenRequest(
-        description=description,
-        grants=tuple(map(Grant.parse, grants)),
-        expires_at=expires_at,
+        description=description, grants=tuple(map(Grant.parse, grants)), expires_at=expires_at
     )
 
     async def work() -> TokenIssued:

@@ -48,11 +48,7 @@ def test_second_host_compiles_nothing_and_computes_the_same_bits(name, server, n
 def test_job_finds_a_prewarmed_program(server, namespace, tmp_path):
     options = {"url": server.url, "namespace": namespace, "hooks": "jax"}
     with CompilerJobs(
-        tmp_path,
-        cases="on_a_device",
-        environment=JAX_ENVIRONMENT,
-        variables=VARIABLES,
-        **options,
+        tmp_path, cases="on_a_device", environment=JAX_ENVIRONMENT, variables=VARIABLES, **options
     ) as jobs:
         topology = jobs.run("first", "topology", {}).report
         step = Path(__file__).parents[1] / "support" / "jax_prewarm_job.py"

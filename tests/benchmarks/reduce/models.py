@@ -92,10 +92,7 @@ class Training:
         if self._state is not None:
             density = self._state.scalars()["union_density"]
             self._state.close()
-        return {
-            "losses": (found / distributed.get_world_size()).tolist(),
-            "union density": density,
-        }
+        return {"losses": (found / distributed.get_world_size()).tolist(), "union density": density}
 
 
 def hooked(replica, arms, arm):

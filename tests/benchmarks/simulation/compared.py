@@ -29,10 +29,7 @@ def predicted(run):
     compiling = fleet["new"] * fleet["compile_seconds"]
     own = roomy["seconds"] - roomy["start_seconds"] - compiling
     fleet = Fleet(
-        **fleet,
-        **PATIENT,
-        start_seconds=run["start_seconds"],
-        trace_seconds=own / fleet["graphs"],
+        **fleet, **PATIENT, start_seconds=run["start_seconds"], trace_seconds=own / fleet["graphs"]
     )
     deployment = Deployment(
         servers=run["servers"], workers=1, max_connections=run["places"], database_cores=1

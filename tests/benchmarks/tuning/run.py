@@ -28,14 +28,7 @@ sys.path[:0] = [str(TESTS)]
 from benchmarks.figures import console, table_of
 from benchmarks.plots import panels
 from benchmarks.report import begin, files_of, finish
-from benchmarks.tuning.compare import (
-    ARMS,
-    PAPER,
-    best_known,
-    compare,
-    rows_of,
-    saved,
-)
+from benchmarks.tuning.compare import ARMS, PAPER, best_known, compare, rows_of, saved
 from benchmarks.tuning.gemm import gemms
 from benchmarks.tuning.problems import lattices, table
 

@@ -47,9 +47,7 @@ def test_a_token_that_ends_soon_is_a_warning_and_an_ended_one_a_failure(
     expect(examine(token=token), "token", State.WARN, found="it expires in 3 days", advice=advice)
     yesterday = now - timedelta(days=1)
     ended = guarded.token(
-        f"write:{namespace}",
-        clock=lambda: yesterday - timedelta(days=1),
-        expires_at=yesterday,
+        f"write:{namespace}", clock=lambda: yesterday - timedelta(days=1), expires_at=yesterday
     )
     expect(examine(token=ended), "token", State.FAIL, found="expired")
 

@@ -87,11 +87,7 @@ def test_a_redirect_to_https_gives_the_url_to_set(server):
 
 @pytest.mark.parametrize(
     ("seconds", "state", "side"),
-    [
-        (0, State.OK, "agree"),
-        (-30, State.WARN, "s ahead of"),
-        (3600, State.FAIL, "s behind"),
-    ],
+    [(0, State.OK, "agree"), (-30, State.WARN, "s ahead of"), (3600, State.FAIL, "s behind")],
 )
 def test_clock_is_compared_with_the_server(server, seconds, state, side):
     date = format_datetime(datetime.now(UTC) + timedelta(seconds=seconds), usegmt=True)

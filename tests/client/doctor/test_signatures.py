@@ -64,11 +64,7 @@ def test_signing_key_that_is_revoked_untrusted_or_readable_by_others_is_reported
 
 
 @pytest.mark.parametrize(
-    ("url", "state"),
-    [
-        ("http://127.0.0.1:9", State.OK),
-        ("http://192.0.2.1:9", State.WARN),
-    ],
+    ("url", "state"), [("http://127.0.0.1:9", State.OK), ("http://192.0.2.1:9", State.WARN)]
 )
 def test_without_signatures_the_writers_of_each_namespace_are_trusted(url, state):
     findings = diagnose(url, read_namespaces="trusted", namespace="team", connect_seconds=0.1)

@@ -82,10 +82,7 @@ def test_train_makes_the_steps_of_a_plain_loop():
 
 @pytest.mark.parametrize(
     ("option", "limit", "clip"),
-    [
-        ("clip_value", 0.05, nn.utils.clip_grad_value_),
-        ("clip_norm", 0.2, nn.utils.clip_grad_norm_),
-    ],
+    [("clip_value", 0.05, nn.utils.clip_grad_value_), ("clip_norm", 0.2, nn.utils.clip_grad_norm_)],
 )
 def test_scaled_gradients_are_clipped_as_those_of_a_plain_loop(option, limit, clip):
     """The scale is a power of two, so scaling does not round."""
@@ -700,10 +697,7 @@ def test_killed_at_random_steps_the_loss_curve_is_that_of_an_uninterrupted_run(
 
 @pytest.mark.parametrize(
     ("asked", "options"),
-    [
-        (signal.SIGTERM, ("--ahead=3", "--no-dropout", "--accumulate=2")),
-        (signal.SIGINT, ()),
-    ],
+    [(signal.SIGTERM, ("--ahead=3", "--no-dropout", "--accumulate=2")), (signal.SIGINT, ())],
 )
 def test_signal_writes_checkpoint_of_current_step_and_ends_process(start, tmp_path, options, asked):
     start(*options, name="whole").finish()

@@ -295,10 +295,7 @@ def test_processes_end_with_the_process_that_started_them(tmp_path):
 
 @pytest.mark.parametrize(
     ("condition", "printed"),
-    [
-        ('__name__ == "__main__"', "None\n"),
-        ("True", 'under `if __name__ == "__main__":`'),
-    ],
+    [('__name__ == "__main__"', "None\n"), ("True", 'under `if __name__ == "__main__":`')],
     ids=["guarded", "searches on import"],
 )
 def test_functions_of_a_script_are_measured_if_importing_it_does_not_search(

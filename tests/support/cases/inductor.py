@@ -28,12 +28,7 @@ class _Net(nn.Module):
         return self.down(nn.functional.gelu(self.up(x)))
 
 
-def training(
-    *,
-    install: bool = False,
-    width: int = 40,
-    matmul: bool = False,
-) -> dict[str, Any]:
+def training(*, install: bool = False, width: int = 40, matmul: bool = False) -> dict[str, Any]:
     """Train two layers for two steps.
 
     Args:

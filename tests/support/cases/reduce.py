@@ -13,12 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 
 from graphstash import training
-from graphstash.training.reduce import (
-    BlockSparseAllReduce,
-    SparseState,
-    Thresholding,
-    sparse_hook,
-)
+from graphstash.training.reduce import BlockSparseAllReduce, SparseState, Thresholding, sparse_hook
 from graphstash.training.reduce.blocks import BlockLayout
 from support.cases.ranks import assert_same_bits, error_of
 from support.cases.sums import ROWS, Hook, assert_sum, drawn, expected, nonzero_blocks, trained

@@ -51,11 +51,7 @@ CUDA = torch.device("cuda", 0)
 
 def test_ddp_of_a_captured_step_is_made_on_a_side_stream(calls):
     parallel.DistributedTorch(CUDA).wrap(nn.Linear(1, 1), is_captured=True)
-    assert calls == [
-        "side waits for default",
-        f"DDP of {[CUDA]} on side",
-        "default waits for side",
-    ]
+    assert calls == ["side waits for default", f"DDP of {[CUDA]} on side", "default waits for side"]
 
 
 @pytest.mark.parametrize(

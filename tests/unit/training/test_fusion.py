@@ -341,10 +341,7 @@ def peak_bytes(case, when):
 
 @pytest.mark.parametrize(
     ("make", "kept"),
-    [
-        (partial(SGD, lr=0.1, momentum=0.9), 2),
-        (partial(AdamW, lr=0.05), 3),
-    ],
+    [(partial(SGD, lr=0.1, momentum=0.9), 2), (partial(AdamW, lr=0.05), 3)],
     ids=["SGD", "AdamW"],
 )
 def test_backward_fusion_keeps_parameters_and_state_and_next_to_no_gradients(

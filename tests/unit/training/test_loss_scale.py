@@ -12,11 +12,7 @@ from torch import nn
 from torch.nn.utils import clip_grad
 
 from graphstash.training.optimizers import SGD, AdamW
-from graphstash.training.optimizers.gradients import (
-    LossScale,
-    clip_grad_norm_,
-    clip_grad_value_,
-)
+from graphstash.training.optimizers.gradients import LossScale, clip_grad_norm_, clip_grad_value_
 from support.optimizer_cases import gradients, loss_of, new_parameters
 
 
@@ -69,11 +65,7 @@ def test_a_step_can_be_clipped_as_with_torchs_scaler():
     results = []
     for scaler, make, clip in (
         (LossScale(8.0), AdamW, clip_grad_norm_),
-        (
-            torch.amp.GradScaler("cpu", init_scale=8.0),
-            torch.optim.AdamW,
-            clip_grad.clip_grad_norm_,
-        ),
+        (torch.amp.GradScaler("cpu", init_scale=8.0), torch.optim.AdamW, clip_grad.clip_grad_norm_),
     ):
         parameters = new_parameters()
         optimizer = make(parameters, lr=0.1)

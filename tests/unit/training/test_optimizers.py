@@ -337,9 +337,7 @@ def test_custom_optimizer_with_options_of_another_loads_its_state():
 
 
 @pytest.mark.parametrize(
-    ("make", "option"),
-    [(SGD, {"momentum": 0.9}), (AdamW, {"amsgrad": True})],
-    ids=["SGD", "AdamW"],
+    ("make", "option"), [(SGD, {"momentum": 0.9}), (AdamW, {"amsgrad": True})], ids=["SGD", "AdamW"]
 )
 def test_option_enabled_right_before_saving_is_saved(make, option):
     parameter = nn.Parameter(torch.ones(2))

@@ -10,11 +10,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
-from graphstash.training import (
-    Checkpoints,
-    ScheduleFreeAdamW,
-    train,
-)
+from graphstash.training import Checkpoints, ScheduleFreeAdamW, train
 from graphstash.training.optimizers import schedule_free
 from support.device_reads import Reads
 from support.optimizer_cases import (

@@ -87,11 +87,7 @@ def test_soap_counts_skipped_calls_between_two_bases(frequency):
         for state in reference.state.values():
             state["precondition_frequency"] = 1 if since_first % frequency == 0 else 10**6
 
-    compare(
-        lambda p: SOAP(p, precondition_frequency=frequency),
-        public().SOAP,
-        refresh=refresh,
-    )
+    compare(lambda p: SOAP(p, precondition_frequency=frequency), public().SOAP, refresh=refresh)
 
 
 def test_soap_rotates_vectors_if_enabled():

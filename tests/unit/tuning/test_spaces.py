@@ -119,10 +119,7 @@ def test_draws_are_uniform(space):
 # --- GEMM
 
 
-@pytest.mark.parametrize(
-    ("length", "size"),
-    [(32, 18_816), (64, 49_392), (1024, 899_756)],
-)
+@pytest.mark.parametrize(("length", "size"), [(32, 18_816), (64, 49_392), (1024, 899_756)])
 def test_the_lattice_has_the_size_that_the_paper_gives(length, size):
     assert GemmSpace(length, length, length).size == size
 
