@@ -12,7 +12,7 @@ from graphstash._http.client import ServerClient
 from graphstash.errors import CacheError, Reason, VerificationError
 from graphstash_schema import Digest, ManifestName
 from support.cases.answers import CALLS
-from support.hostile import Answer
+from support.http_server import Answer
 from support.processes import graphstash_here
 from support.reader_job import OWN
 from support.run_case import RUN_CASE, case_arguments

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from graphstash import CacheError
-from support.hostile import Answer
+from support.http_server import Answer
 from support.listener import Listener
 from support.reader_job import OWN
 

@@ -8,7 +8,8 @@ import pytest
 
 from graphstash_schema import ArtifactKey, ArtifactMetadata
 from graphstash_schema.explanation import described
-from support.hostile import Answer, Middlebox
+from support.hostile import Middlebox
+from support.http_server import Answer
 from support.processes import graphstash_on_terminal
 from support.waiting import variables_of
 

@@ -24,7 +24,8 @@ from graphstash_server.api import connection
 from graphstash_server.testing import LiveServer
 from support.cases.fleet import graph
 from support.host import Host, key
-from support.hostile import Answer, Middlebox
+from support.hostile import Middlebox
+from support.http_server import Answer
 from support.run_case import RUN_CASE, case_arguments
 from support.waiting import PATIENT, until
 from support.wire import Wire, head

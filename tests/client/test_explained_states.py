@@ -9,7 +9,8 @@ import pytest
 
 from graphstash.testing import FakeServer
 from support.build_job import BUILD_PROGRAM
-from support.hostile import Answer, Middlebox
+from support.hostile import Middlebox
+from support.http_server import Answer
 from support.processes import graphstash_here
 from support.server import Server
 from support.signing import Team

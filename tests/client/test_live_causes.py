@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from support.build_job import BUILD_PROGRAM
-from support.hostile import Answer, Middlebox
+from support.hostile import Middlebox
+from support.http_server import Answer
 from support.server import Server
 from support.waiting import PATIENT
 

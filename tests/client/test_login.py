@@ -13,7 +13,8 @@ from graphstash._http.credentials import Credentials
 from graphstash.config import ClientConfig
 from graphstash_schema import TOKEN_FORM
 from support.doctor import diagnose, line
-from support.hostile import Answer, Middlebox
+from support.hostile import Middlebox
+from support.http_server import Answer
 from support.issuer import Cluster, Issuer
 from support.processes import graphstash_here
 from support.tokens import Guarded

@@ -14,7 +14,8 @@ from graphstash._process.run_report import fitting
 from graphstash_schema.run import MAX_RUN_BYTES, MAX_RUN_MISSES, RunMiss, RunReport, RunTimes
 from support.build_job import BUILD
 from support.host import key
-from support.hostile import Answer, Middlebox
+from support.hostile import Middlebox
+from support.http_server import Answer
 from support.processes import graphstash
 from support.waiting import variables_of
 

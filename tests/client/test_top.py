@@ -16,7 +16,8 @@ import pytest
 
 from graphstash._cli.top import Snapshot, _print
 from graphstash_schema import ArtifactKey, ArtifactMetadata
-from support.hostile import Answer, Middlebox
+from support.hostile import Middlebox
+from support.http_server import Answer
 from support.json_page import fields_of
 from support.processes import graphstash_here
 from support.waiting import PATIENT_VARIABLES, until

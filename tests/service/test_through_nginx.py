@@ -10,14 +10,13 @@ import re
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
 
 from graphstash_schema import Digest
 from graphstash_schema.protocol import MAX_WAIT_SECONDS
+from support.http_server import Answer, HttpServer
 from support.nginx import Nginx, in_front_of, seen
 from support.ports import reserved_port
 from support.waiting import until, until_waiting
@@ -242,28 +241,9 @@ def test_call_of_dying_server_is_passed_to_another(live_server, tmp_path, connec
     assert asked
 
 
-class _Answers204(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.rfile.read(int(self.headers.get("content-length", 0)))
-        self.send_response(204)
-        self.end_headers()
-
-    do_PUT = do_GET  # noqa: N815 - the name that http.server calls
-
-    def log_message(self, *_):
-        pass
-
-
-@contextmanager
-def _running(port):
-    with ThreadingHTTPServer(("127.0.0.1", port), _Answers204) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield
-        finally:
-            server.shutdown()
-            thread.join(30)
+class _Answers204(HttpServer):
+    def answer_to(self, request):
+        return Answer(204)
 
 
 def test_server_that_has_just_returned_replaces_one_that_leaves(tmp_path, connect):
@@ -280,9 +260,9 @@ def test_server_that_has_just_returned_replaces_one_that_leaves(tmp_path, connec
         def statuses():
             return [http.get("/").status_code, http.put("/", content=b"a" * 20_000).status_code]
 
-        with _running(second):
+        with _Answers204(port=second):
             assert [statuses() for _ in range(4)] == [[204, 204]] * 4  # nginx now avoids the first
-        with _running(first):
+        with _Answers204(port=first):
             assert statuses() == [204, 204]
 
 

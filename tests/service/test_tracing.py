@@ -7,11 +7,12 @@ import pytest
 
 from graphstash_server.fast.traced import TracedFastPath
 from support.api import digest_header
+from support.cases.tracing import LARGE
 from support.collector import Collector
 from support.moto import s3_settings
 from support.processes import python
 from support.server import Server
-from support.trace_jobs import LARGE, run_trace_job, take_away
+from support.trace_jobs import run_trace_job, take_away
 from support.wire import Wire
 
 ROUTE = "/v1/{namespace}/artifacts/{kind}/{device_type}/{fingerprint}"

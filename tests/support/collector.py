@@ -4,14 +4,14 @@ import gzip
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Self
+from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
 
+from support.http_server import Answer, HttpServer, Request
 from support.waiting import until
 
 
@@ -29,7 +29,7 @@ class ReceivedSpan:
     raw: bytes
 
 
-class Collector:
+class Collector(HttpServer):
     """A receiver on a free loopback port; a context manager.
 
     Attributes:
@@ -39,44 +39,29 @@ class Collector:
     """
 
     def __init__(self, *, is_frozen: bool = False) -> None:
+        super().__init__()
         self.spans: list[ReceivedSpan] = []
         self.is_frozen = is_frozen
         self.asked = threading.Event()
         self._end = threading.Event()
-        collector = self
 
-        class Handler(BaseHTTPRequestHandler):
-            disable_nagle_algorithm = True  # the body follows the headers at once
-
-            def do_POST(self) -> None:
-                collector.asked.set()
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                if collector.is_frozen:
-                    collector._end.wait()
-                    return
-                if self.headers.get("Content-Encoding") == "gzip":
-                    body = gzip.decompress(body)
-                collector._take(ExportTraceServiceRequest.FromString(body))
-                answer = ExportTraceServiceResponse().SerializeToString()
-                self.send_response(200)
-                self.send_header("Content-Type", "application/x-protobuf")
-                self.send_header("Content-Length", str(len(answer)))
-                self.end_headers()
-                self.wfile.write(answer)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
+    def answer_to(self, request: Request) -> Answer | None:
+        self.asked.set()
+        if self.is_frozen:
+            self._end.wait()
+            return None
+        is_packed = request.headers.get("content-encoding") == "gzip"
+        body = gzip.decompress(request.body) if is_packed else request.body
+        self._take(ExportTraceServiceRequest.FromString(body))
+        answer = ExportTraceServiceResponse().SerializeToString()
+        return Answer(200, {"content-type": "application/x-protobuf"}, answer)
 
     @property
     def environment(self) -> dict[str, str]:
         """Return variables that send the spans of a process here soon after they end."""
         return {
             "GRAPHSTASH_TRACING": "1",
-            "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{self._server.server_port}",
+            "OTEL_EXPORTER_OTLP_ENDPOINT": self.url,
             "OTEL_BSP_SCHEDULE_DELAY": "50",
         }
 
@@ -99,15 +84,9 @@ class Collector:
         """Wait until `holds()` is true. Batches arrive shortly after their spans end."""
         until(holds)
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
     def __exit__(self, *_: object) -> None:
         self._end.set()
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+        super().__exit__()
 
     def _take(self, request: ExportTraceServiceRequest) -> None:
         for of_resource in request.resource_spans:

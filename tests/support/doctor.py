@@ -7,7 +7,8 @@ from typing import Any
 
 from graphstash._cli.doctor.command import examine
 from graphstash._cli.doctor.findings import Finding, State
-from support.hostile import Answer, Middlebox, Request
+from support.hostile import Middlebox
+from support.http_server import Answer, Request
 from support.processes import graphstash_here
 from support.waiting import PATIENT_VARIABLES
 

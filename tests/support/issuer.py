@@ -2,16 +2,16 @@
 
 import json
 import ssl
-import threading
 import time
 from collections.abc import Iterable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any, Self
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import jwt
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from jwt.algorithms import get_default_algorithms
+
+from support.http_server import Answer, HttpServer, Request
 
 _CURVES: dict[str, ec.EllipticCurve] = {
     "ES256": ec.SECP256R1(),
@@ -30,7 +30,7 @@ def new_key(algorithm: str = "ES256", *, bits: int = 2048) -> PrivateKey:
     return rsa.generate_private_key(public_exponent=65537, key_size=bits)
 
 
-class Issuer:
+class Issuer(HttpServer):
     """An issuer on loopback; a context manager.
 
     Attributes:
@@ -43,35 +43,20 @@ class Issuer:
 
     def __init__(self, *, context: ssl.SSLContext | None = None) -> None:
         """Start the issuer, with TLS if `context` is given."""
+        super().__init__(context=context)
         self.keys: dict[str, tuple[PrivateKey, str]] = {}
         self.fetches: list[str] = []
         self.answer: tuple[int, bytes] | None = None
-        issuer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            disable_nagle_algorithm = True  # the body follows the headers at once
-
-            def do_GET(self) -> None:
-                issuer.fetches.append(self.path)
-                status, body = issuer._answer_of(self.path, self.headers["Authorization"])
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        if context is not None:
-            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
-        scheme = "http" if context is None else "https"
-        self.url = f"{scheme}://127.0.0.1:{self._server.server_port}/realm"
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.02,))
+        self.url += "/realm"
         self.job = {
             "ACTIONS_ID_TOKEN_REQUEST_URL": f"{self.url}/jwt?api-version=2.0",
             "ACTIONS_ID_TOKEN_REQUEST_TOKEN": "of-the-runner",
         }
+
+    def answer_to(self, request: Request) -> Answer:
+        self.fetches.append(request.path)
+        status, body = self._answer_of(request.path, request.headers.get("authorization"))
+        return Answer(status, body=body)
 
     @property
     def jwks_fetches(self) -> list[str]:
@@ -129,15 +114,6 @@ class Issuer:
             "ref": "refs/heads/main",
             "event_name": "push",
         }
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
 
 
 class Cluster(Issuer):

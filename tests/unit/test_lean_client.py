@@ -1,8 +1,6 @@
 """LeanClient sends the same requests as httpx's own client, and imports less."""
 
-import threading
-from contextlib import ExitStack
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import closing
 
 import httpx
 import pytest
@@ -10,6 +8,7 @@ import pytest
 from graphstash._http.connections import DeadlineTransport
 from graphstash._http.deadline import Deadline
 from graphstash._http.lean_client import LeanClient
+from support.http_server import Answer, HttpServer
 from support.listener import Listener
 from support.processes import python
 
@@ -90,33 +89,18 @@ def test_redirects_and_cookies_are_left_alone_and_response_is_closed(listener, r
     assert "Accept-Encoding: identity" in listener.heads[0]
 
 
-class _NamesItsPort(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"  # keeps connections
-
-    def do_GET(self):
-        body = str(self.server.server_port).encode()
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_):
-        """Log nothing."""
+class _NamesItsPort(HttpServer):
+    def answer_to(self, request):
+        return Answer(200, body=str(self.port).encode())
 
 
 def test_kept_connection_carries_no_request_to_another_origin():
     transport = DeadlineTransport(context=None)
-    with ExitStack() as stack:
-        servers = [ThreadingHTTPServer(("127.0.0.1", 0), _NamesItsPort) for _ in range(2)]
-        for server in servers:
-            stack.enter_context(server)
-            threading.Thread(target=server.serve_forever).start()
-            stack.callback(server.shutdown)
-        stack.callback(transport.close)
+    with _NamesItsPort() as one, _NamesItsPort() as other, closing(transport):
         client = httpx.Client(transport=transport, timeout=TIMEOUT)
-        for port in [server.server_port for server in servers] * 2:
+        for server in (one, other) * 2:
             limit = {"deadline": Deadline(60)}
-            assert client.get(f"http://127.0.0.1:{port}", extensions=limit).text == str(port)
+            assert client.get(server.url, extensions=limit).text == str(server.port)
 
 
 def test_client_imports_neither_command_line_nor_transport_of_httpx():
