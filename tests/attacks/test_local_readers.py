@@ -9,6 +9,7 @@ from graphstash_server.testing import ServerProcess
 from support.guarded_server import GuardedServer
 
 _OF_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_CREATES_DATABASE = {"GRAPHSTASH_AUTO_MIGRATE": "true"}
 
 
 @pytest.fixture(autouse=True)
@@ -33,7 +34,7 @@ def open_to_others(directory):
 
 def test_database_and_blobs_are_closed_to_other_users(tmp_path, space):
     """This holds for a new server, and for files that an earlier release left readable."""
-    with GuardedServer(tmp_path / "server") as fort:
+    with GuardedServer(tmp_path / "server", auto_migrate=True) as fort:
         fort.fill(space, 0, 1)
         files = [path for path in fort.data_dir.rglob("*") if path.is_file()]
         assert open_to_others(fort.data_dir) == []
@@ -59,7 +60,7 @@ def test_open_data_directory_with_other_files_is_reported_and_stays_open(tmp_pat
     (data_dir / "of somebody else").write_text("x")
     data_dir.chmod(0o777)
 
-    with ServerProcess(data_dir) as server:
+    with ServerProcess(data_dir, environment=_CREATES_DATABASE) as server:
         theirs = open_to_others(data_dir)
         assert "chmod go-w" in server.log
     assert theirs == [data_dir, data_dir / "of somebody else"]

@@ -20,7 +20,7 @@ import httpx
 from chaos.proxy import ChaosProxy
 from graphstash_server.testing import ServerProcess
 from support.moto import CREDENTIALS, AnyS3, Moto, s3_client
-from support.postgres import Postgres
+from support.postgres import EMPTY, Postgres
 from support.swift import Swift
 
 KEEP = "keep"
@@ -122,7 +122,7 @@ class Cluster:
         self.postgres = Postgres()
         self._stack.callback(self.postgres.close)
         self._environment = {
-            "GRAPHSTASH_DATABASE_URL": self.postgres.new_database(),
+            "GRAPHSTASH_DATABASE_URL": self.postgres.new_database(template=EMPTY),
             "GRAPHSTASH_NAMESPACE_LIMITS": json.dumps({TIGHT: TIGHT_BYTES}),
             "GRAPHSTASH_MAINTENANCE_SECONDS": "1",
             "GRAPHSTASH_MIN_FREE_BYTES": "0",

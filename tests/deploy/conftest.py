@@ -24,7 +24,7 @@ from graphstash_schema import ArtifactKey, ArtifactMetadata
 from support.compose import Image, load
 from support.nginx import Nginx
 from support.ports import reserved_port
-from support.postgres import Postgres
+from support.postgres import EMPTY, Postgres
 from support.processes import captured
 from support.waiting import PATIENT
 
@@ -54,7 +54,7 @@ class Deployment:
         self.scripts = sysconfig.get_path("scripts")
         self.prefix = []  # precedes every server's command
         self.more = {"PYTHONDONTWRITEBYTECODE": ""}  # the image contains compiled modules
-        self.database = postgres.new_database().rpartition("/")[2]
+        self.database = postgres.new_database(template=EMPTY).rpartition("/")[2]
         self.payload = os.urandom(500_000)
         self.token = None  # token of the jobs
         self._keys = itertools.count()

@@ -24,6 +24,7 @@ from support.issuer import Cluster
 from support.moto import CREDENTIALS, Moto
 from support.nginx import Nginx
 from support.ports import reserved_port
+from support.postgres import EMPTY
 from support.processes import captured
 from support.tokens import Guarded
 from support.waiting import PATIENT_VARIABLES, until
@@ -372,7 +373,7 @@ def pod(tmp_path, compose_postgres):
             made = Pod(
                 render(values),
                 tmp_path / f"pod-{len(list(tmp_path.iterdir()))}",
-                database=database or compose_postgres.new_database(),
+                database=database or compose_postgres.new_database(template=EMPTY),
                 **secrets,
             )
             return stack.enter_context(made)

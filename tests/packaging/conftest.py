@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from support.postgres import EMPTY
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -13,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 def database(request):
     if request.param == "sqlite":
         return {}
-    return {"database_url": request.getfixturevalue("postgres").new_database()}
+    return {"database_url": request.getfixturevalue("postgres").new_database(template=EMPTY)}
 
 
 @pytest.fixture(scope="session")

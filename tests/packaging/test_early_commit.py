@@ -20,6 +20,7 @@ import pytest
 from graphstash_server.testing import ServerProcess
 from support.api import Api
 from support.ports import reserved_port
+from support.postgres import EMPTY
 from support.release_before import python_of_commit
 from support.starts import Popen, Zygote
 from support.waiting import until
@@ -179,7 +180,7 @@ def copied(request, early, tmp_path_factory):
     """Return a function that makes a site with a copy of what the early commit stored."""
     directory = tmp_path_factory.mktemp("early")
     postgres = request.param == "postgresql" and request.getfixturevalue("postgres")
-    filled = Site(directory / "filled", postgres and postgres.new_database())
+    filled = Site(directory / "filled", postgres and postgres.new_database(template=EMPTY))
     filled.fill(early)
 
     def copied(name):

@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from graphstash_server.testing import ServerProcess
+from support.postgres import EMPTY
 from support.release_before import python_of_release_before, sources_of_release_before
 from support.run_case import RUN_CASE, case_arguments
 
@@ -262,7 +263,7 @@ def test_client_of_one_release_works_with_a_server_of_the_other(before, now, upg
 def test_servers_of_both_releases_serve_one_store_during_a_rolling_upgrade(
     before, now, postgres, tmp_path
 ):
-    shared = {"database_url": postgres.new_database()}
+    shared = {"database_url": postgres.new_database(template=EMPTY)}
     with (
         before.serve(tmp_path / "data", **shared) as old,
         now.serve(tmp_path / "data", **shared) as new,

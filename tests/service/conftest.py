@@ -18,8 +18,7 @@ import httpx
 import pytest
 
 from graphstash_schema import Digest
-from graphstash_server.db.migrate import migrate
-from graphstash_server.testing import LiveServer, ServerProcess
+from graphstash_server.testing import LiveServer, ServerProcess, migrated_database
 from support.api import Api, assert_problem
 from support.commands import invoke
 from support.dashboard import Team
@@ -233,30 +232,13 @@ def most_at_once(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[[], 
     return counting
 
 
-@pytest.fixture(scope="session")
-def migrated_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A migrated SQLite database, for copies."""
-    path: Path = tmp_path_factory.mktemp("migrated") / "graphstash.sqlite3"
-    migrate(f"sqlite+aiosqlite:///{path}", lock_path=path.with_name("lock"))
-    return path
-
-
-@pytest.fixture(scope="session")
-def migrated_name(postgres: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The name of a migrated PostgreSQL database, for copies."""
-    url: str = postgres.new_database()
-    migrate(url, lock_path=tmp_path_factory.mktemp("migrated") / "lock")
-    return url.rpartition("/")[2]
-
-
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """URL of a database of each kind, copied from one that was migrated once."""
+    """URL of a migrated database of each kind."""
     if request.param == "postgresql":
-        template = request.getfixturevalue("migrated_name")
-        return str(request.getfixturevalue("postgres").new_database(template=template))
+        return str(request.getfixturevalue("postgres").new_database())
     path = tmp_path / "graphstash.sqlite3"
-    shutil.copy(request.getfixturevalue("migrated_file"), path)
+    shutil.copy(migrated_database(), path)
     return f"sqlite+aiosqlite:///{path}"
 
 

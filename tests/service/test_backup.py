@@ -23,6 +23,7 @@ from support.api import DEVICE, Api
 from support.changes import execute
 from support.clocks import HostClock
 from support.moto import s3_settings
+from support.postgres import EMPTY
 from support.processes import graphstash_here, python
 from support.tiers import most_extended
 from support.waiting import until
@@ -163,8 +164,8 @@ def new_url(request, database, *, like=None):
     """Return the URL of an empty or copied PostgreSQL database. None means SQLite in the site."""
     if database == "sqlite":
         return None
-    template = {"template": make_url(like.settings["database_url"]).database} if like else {}
-    return request.getfixturevalue("postgres").new_database(**template)
+    template = make_url(like.settings["database_url"]).database if like else EMPTY
+    return request.getfixturevalue("postgres").new_database(template=template)
 
 
 @pytest.fixture

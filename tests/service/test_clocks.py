@@ -134,9 +134,9 @@ async def test_unexpected_failure_of_a_reading_does_not_end_the_clock(on_postgre
 
 
 def test_servers_of_one_database_agree_on_leases_despite_a_wrong_clock(
-    start, connect, tmp_path, postgres, migrated_name
+    start, connect, tmp_path, postgres
 ):
-    url = postgres.new_database(template=migrated_name)
+    url = postgres.new_database()
     host_clock = HostClock(tmp_path)
     host_clock.set(DAY)
     variables = {"GRAPHSTASH_DATABASE_URL": url, **host_clock.environment}

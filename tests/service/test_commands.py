@@ -22,6 +22,7 @@ from graphstash_server.settings import load_settings
 from graphstash_server.testing import LiveServer
 from support.changes import execute
 from support.commands import invoke as run
+from support.postgres import EMPTY
 from support.processes import graphstash, graphstash_unread
 from support.waiting import until
 
@@ -238,7 +239,7 @@ def test_pin_lasts_as_long_as_requested_although_the_clock_is_behind(api, databa
 def test_commands_require_a_migrated_database(tmp_path, monkeypatch, database, request):
     url = f"sqlite:///{tmp_path / 'graphstash.sqlite3'}"
     if database == "postgresql":
-        url = request.getfixturevalue("postgres").new_database()
+        url = request.getfixturevalue("postgres").new_database(template=EMPTY)
     monkeypatch.setenv("GRAPHSTASH_DATA_DIR", str(tmp_path / "new"))
     monkeypatch.setenv("GRAPHSTASH_DATABASE_URL", url)
     assert "no data directory" in run(gc, status=1)

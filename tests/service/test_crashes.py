@@ -124,7 +124,7 @@ def test_start_with_another_database_deletes_no_blob(
 def test_servers_started_at_once_share_a_data_directory_and_its_counters(
     connect, stored_files, tmp_path
 ):
-    servers = [LiveServer(tmp_path) for _ in range(2)]
+    servers = [LiveServer(tmp_path, auto_migrate=True) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(LiveServer.start, servers))
     first, second = (connect(server.url) for server in servers)

@@ -24,8 +24,8 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-def database(postgres, migrated_name):
-    return postgres.new_database(template=migrated_name)
+def database(postgres):
+    return postgres.new_database()
 
 
 async def test_stopping_server_does_not_wait_for_silent_sessions(database, monkeypatch):

@@ -27,6 +27,7 @@ from graphstash_server.errors import StartError
 from graphstash_server.eviction_order import aged, density
 from graphstash_server.settings import load_settings
 from support.database_sessions import connected
+from support.postgres import EMPTY
 
 pytestmark = pytest.mark.sql
 
@@ -36,7 +37,7 @@ NOW = datetime(2026, 3, 4, 5, 6, 7, tzinfo=UTC)
 @pytest.fixture(params=["sqlite", "postgresql"])
 def url(request, tmp_path):
     if request.param == "postgresql":
-        return request.getfixturevalue("postgres").new_database()
+        return request.getfixturevalue("postgres").new_database(template=EMPTY)
     directory = tmp_path / "a directory"
     directory.mkdir()
     return f"sqlite+aiosqlite:///{directory / '100% of it.sqlite3'}"
@@ -153,7 +154,7 @@ IS_VALID = f"SELECT indisvalid FROM pg_index WHERE indexrelid = '{INDEX}'::regcl
 @pytest.fixture(scope="module")
 def filled_name(postgres):
     """The name of a filled PostgreSQL database at revision 0009."""
-    url = postgres.new_database()
+    url = postgres.new_database(template=EMPTY)
     command.upgrade(alembic_config(url), "0009")
     on(url, lambda connection: fill(connection, 10))
     return sa.make_url(url).database
@@ -331,7 +332,7 @@ def test_database_of_another_program_is_refused_and_not_changed(url, tmp_path, t
 
 
 def test_tables_of_an_extension_do_not_count_as_another_program(postgres, tmp_path):
-    url = postgres.new_database()
+    url = postgres.new_database(template=EMPTY)
     for statement in (
         "CREATE TABLE spatial_ref_sys (srid integer)",
         "ALTER EXTENSION plpgsql ADD TABLE spatial_ref_sys",  # like CREATE EXTENSION postgis

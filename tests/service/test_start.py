@@ -30,6 +30,7 @@ from graphstash_server.settings import load_settings
 from graphstash_server.testing import LiveServer
 from support.database_sessions import connected, eventually
 from support.ports import reserved_port
+from support.postgres import EMPTY
 from support.processes import captured, python
 from support.waiting import until
 
@@ -54,7 +55,7 @@ def refusal(process_environment, tmp_path):
 def test_started_server_prints_data_directory_and_client_settings(start, tmp_path):
     port_file = tmp_path / "port"
 
-    server = start("--port-file", str(port_file))
+    server = start("--port-file", str(port_file), environment={"GRAPHSTASH_AUTO_MIGRATE": "true"})
 
     assert f"data directory: {server.data_dir}" in server.log
     assert f"in the shell of the jobs: export GRAPHSTASH_URL={server.url}\n" in server.log
@@ -250,7 +251,7 @@ def test_server_does_not_start_with_an_empty_store(postgres, tmp_path, connect):
 @pytest.fixture
 def outdated(postgres):
     """A database at a revision whose successors change the table of leases."""
-    url = postgres.new_database()
+    url = postgres.new_database(template=EMPTY)
     command.upgrade(alembic_config(url), "0012")
     return url
 

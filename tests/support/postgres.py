@@ -1,5 +1,6 @@
 """A real PostgreSQL server on a loopback port of its own."""
 
+import functools
 import itertools
 import os
 import pwd
@@ -15,7 +16,11 @@ from typing import Any, Self
 
 import asyncpg
 
+from graphstash_server.db.migrate import migrate
 from support.ports import reserved_port
+
+EMPTY = "template1"
+"""Name of a database without tables."""
 
 _START_SECONDS = 60
 
@@ -67,11 +72,20 @@ class Postgres:
     def url_of(self, database: str) -> str:
         return f"postgresql+asyncpg://graphstash:secret@127.0.0.1:{self.port}/{database}"
 
-    def new_database(self, *, template: str = "template1") -> str:
-        """Create an empty database, or a copy of one without connections, and return its URL."""
+    def new_database(self, *, template: str = "") -> str:
+        """Copy a database without connections, and return the URL of the copy.
+
+        Default: a migrated database, because a migration takes 0.6 s of CPU. `EMPTY` has no tables.
+        """
         name = f"test_{next(self._numbers)}"
-        self.execute(f"CREATE DATABASE {name} TEMPLATE {template}")
+        self.execute(f"CREATE DATABASE {name} TEMPLATE {template or self._migrated}")
         return self.url_of(name)
+
+    @functools.cached_property
+    def _migrated(self) -> str:
+        url = self.new_database(template=EMPTY)
+        migrate(url, lock_path=self._directory / "migrate.lock")
+        return url.rpartition("/")[2]
 
     def execute(self, statement: str, database: str = "postgres") -> list[asyncpg.Record]:
         import asyncio
