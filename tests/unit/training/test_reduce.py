@@ -23,6 +23,7 @@ DTYPES = [
     torch.int8,
     torch.uint8,
 ]
+WITHOUT_INDEX = [torch.float8_e5m2, torch.uint16, torch.uint64]
 
 
 @st.composite
@@ -119,6 +120,21 @@ def test_negative_zero_is_zero_and_loses_its_sign_on_request(dtype, one_zero):
     signs = (torch.view_as_real(flat)[:, 0] if dtype.is_complex else flat).signbit()
     assert signs[[0, 3, 16, 17]].tolist() == [not one_zero] * 4
     assert signs[[5, 8, 12]].tolist() == [True] * 3
+
+
+@pytest.mark.parametrize("size", [1, 3, 64, 300])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.complex64, torch.bool, *WITHOUT_INDEX], ids=str)
+def test_nonzero_blocks_are_found_among_zeros_and_negative_zeros(dtype, size):
+    flat, expected = torch.zeros(100 * 256 + 7, dtype=dtype), set()
+    is_signed = dtype.is_floating_point and dtype not in WITHOUT_INDEX
+    for place, value in ((0, 1), (700, -0.0), (701, 1), (9000, -0.0), (20_000, math.nan)):
+        if is_signed or dtype.is_complex or value == 1:
+            flat[place] = value
+            expected |= {place // size} if value != 0 else set()
+    found = BlockView(flat, size).nonzero(one_zero=True)
+    assert found.nonzero().flatten().tolist() == sorted(expected)
+    if is_signed:
+        assert [bool(flat[place].signbit()) for place in (700, 9000)] == [size > 1, False]
 
 
 def test_blocks_of_a_parameter_are_written_to():

@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 _CHUNK_ELEMENTS: Final = 512 * 1024
-"""Elements to check at once on a CPU, so that their absolute values stay in its cache."""
+"""Elements to check closely at once on a CPU, so that they stay in its cache."""
 
 
 BLOCK_ELEMENTS: Final = 256
@@ -36,6 +36,12 @@ _INTEGERS: Final = {
     torch.bfloat16: torch.int16,
 }
 """By floating-point type: integers of the same width."""
+
+_GROUP_ELEMENTS: Final = 256
+_MAX_GROUP_ROWS: Final = 64
+"""Blocks to check together on a CPU: as many as have 256 elements, and at most 64."""
+
+_SAMPLE_GROUPS: Final = 256
 
 _MIN_ELEMENTS: Final = 16
 _TABLE_ROWS: Final = 1024
@@ -166,14 +172,11 @@ class BlockView:
         """
         result = torch.empty(self.count, dtype=torch.bool, device=self._flat.device)
         for rows, tail, first in self._parts:
-            whole = len(rows)
-            piece = max(1, whole if rows.is_cuda else _CHUNK_ELEMENTS // self.size)
-            pieces = torch.split(rows, piece), torch.split(result[first : first + whole], piece)
-            for blocks, out in zip(*pieces, strict=True):
-                _find_nonzero(blocks, out, one_zero=one_zero)
+            ends = first + len(rows)
+            if len(rows):
+                _find_nonzero(rows, result[first:ends], one_zero=one_zero)
             if len(tail):
-                out = result[first + whole : first + whole + 1]
-                _find_nonzero(tail.unsqueeze(0), out, one_zero=one_zero)
+                _find_nonzero(tail.unsqueeze(0), result[ends : ends + 1], one_zero=one_zero)
         return result
 
     def norms(self) -> Tensor:
@@ -252,24 +255,61 @@ class BlockView:
 
 
 def _find_nonzero(blocks: Tensor, out: Tensor, *, one_zero: bool) -> None:
-    """Write for each row whether it has a nonzero element; see `BlockView.nonzero`."""
+    """Write for each row whether it has a nonzero element; see `BlockView.nonzero`.
+
+    On a CPU, the highest byte of a group of rows shows whether any bit is set, in one pass over
+    memory. If most groups of a sample have no bit set, only rows of groups with bits are compared.
+    """
     if blocks.is_complex():
         blocks = torch.view_as_real(blocks).flatten(1)
-    if (kind := _INTEGERS.get(blocks.dtype)) is None:
-        is_small = blocks.is_floating_point()  # 8-bit floats, which torch cannot compare
-        torch.any((blocks.view(torch.uint8) if is_small else blocks).ne(0), dim=1, out=out)
+    elif blocks.dtype not in _INTEGERS:
+        blocks = blocks.view(torch.uint8)  # torch does not index 8-bit floats or torch.uint16
+    size = blocks.shape[1]
+    if blocks.is_cuda:
+        _find_in_rows(blocks, out, one_zero=one_zero)
         return
+    joined = min(max(1, _GROUP_ELEMENTS // size), _MAX_GROUP_ROWS)
+    grouped = len(blocks) // joined * joined
+    groups, flags = blocks[:grouped].view(-1, joined * size), out[:grouped].view(-1, joined)
+    sample = groups[:: len(groups) // _SAMPLE_GROUPS or 1]
+    if 2 * len(_with_bits(sample)) <= len(sample):
+        flags.zero_()
+        chosen = _with_bits(groups)
+        for some in torch.split(chosen, max(1, _CHUNK_ELEMENTS // (joined * size))):
+            rows, found = groups[some].view(-1, size), flags[some].flatten()
+            if _find_in_rows(rows, found, one_zero=one_zero):
+                groups[some] = rows.view(len(some), -1)
+            flags[some] = found.view(-1, joined)
+        blocks, out = blocks[grouped:], out[grouped:]
+    if len(blocks):
+        piece = max(1, _CHUNK_ELEMENTS // size)
+        for rows, found in zip(torch.split(blocks, piece), torch.split(out, piece), strict=True):
+            _find_in_rows(rows, found, one_zero=one_zero)
+
+
+def _with_bits(groups: Tensor) -> Tensor:
+    """Return the numbers of the rows in which a bit is set."""
+    return groups.view(torch.uint8).amax(dim=1).nonzero().flatten()
+
+
+def _find_in_rows(blocks: Tensor, out: Tensor, *, one_zero: bool) -> bool:
+    """Write for each row whether it has a nonzero element. Return whether a row was changed."""
+    if (kind := _INTEGERS.get(blocks.dtype)) is None:
+        torch.gt(blocks.amax(dim=1), 0, out=out)
+        return False
     # The bits as integers, which is faster than abs(). -0.0 has the bits of the smallest integer.
     bits = blocks.view(kind)
     least = torch.iinfo(kind).min
     low, high = bits.aminmax(dim=1) if kind is torch.int64 else (bits.amin(dim=1), bits.amax(dim=1))
     torch.logical_or(high > 0, (low < 0) & (low > least), out=out)
     unclear = ((low == least) & ~out).nonzero().flatten()
-    if len(unclear):
-        found = blocks.index_select(0, unclear).ne(0).any(dim=1)
-        out[unclear] = found
-        if one_zero:
-            blocks.index_fill_(0, unclear[~found], 0)
+    if not len(unclear):
+        return False
+    found = blocks.index_select(0, unclear).ne(0).any(dim=1)
+    out[unclear] = found
+    if one_zero:
+        blocks.index_fill_(0, unclear[~found], 0)
+    return one_zero
 
 
 def bits_of(flags: Tensor) -> Tensor:
