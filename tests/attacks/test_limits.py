@@ -115,18 +115,6 @@ def test_head_is_refused_if_pinned_artifacts_leave_no_room(limited, space):
     assert refused == {"insufficient_storage": 1}
 
 
-def test_upload_that_cannot_fit_evicts_nothing(limited, space):
-    """The first upload is larger than the limit. The second one fits only without the pin."""
-    limited.set_policy(space, limit_bytes=8 * _MIB)
-    limited.fill(space, *range(3))
-    limited.pin(space, [0])
-
-    with limited.withstands() as refused:
-        assert limited.fill(space, 9, size=9 * _MIB) == [507]
-        assert limited.fill(space, 9, size=7 * _MIB) == [507]
-    assert refused == {"insufficient_storage": 2}
-
-
 def test_upload_evicts_from_its_own_namespace_first(limited, space):
     """This holds even if the evicted artifacts are worth more, or the upload breaks off."""
     rogue = f"{space}-rogue"

@@ -1,12 +1,8 @@
 """No room: uploads get 507 before or within the body, and reads continue."""
 
-import re
 import sys
 
-from graphstash_schema import ArtifactKey
-from graphstash_server.keys import StoredKey
 from graphstash_server.testing import LiveServer
-from support.pins import pin
 
 BLOB = bytes(range(256)) * 400  # 102,400 bytes
 LIMITED = """
@@ -15,28 +11,6 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (400_000, 400_000))
 from graphstash_server.__main__ import main
 main()
 """
-
-
-def test_upload_over_the_store_limit_is_refused_if_everything_is_pinned(
-    tmp_path, connect, problem, stored_files
-):
-    with LiveServer(tmp_path, store_limit_bytes=150_000, log_level="error") as server:
-        api = connect(server.url)
-        api.put(BLOB, 0)
-        key = ArtifactKey(**api.key(0))
-        pin(f"sqlite:///{tmp_path / 'graphstash.sqlite3'}", [StoredKey.of(api.namespace, key)])
-
-        refused = problem(api.put(BLOB + b"1", 1), 507, "insufficient_storage")
-        assert refused["limit"] == 150_000
-        # A caller of one namespace gets no total of all namespaces.
-        assert re.findall(r"\d+", refused["detail"]) == ["102401", "150000"]
-        assert len(stored_files(tmp_path)) == 1
-        assert api.get(0).content == BLOB
-        assert api.http.get("/readyz").status_code == 200
-        api.http.delete(api.path(0))
-        assert api.put(BLOB + b"2", 2).status_code == 201
-        assert api.put(BLOB + b"3", 3).status_code == 201  # evicts the previous artifact
-        assert api.get(2).status_code == 404
 
 
 def test_upload_into_reserved_disk_space_is_refused(tmp_path, connect, problem, stored_files):
