@@ -180,13 +180,6 @@ def test_namespace_that_the_token_does_not_cover_is_named(run, explain, tmp_path
     assert "refused" not in explanation
 
 
-def test_full_store_is_named(run, explain):
-    with FakeServer() as server:
-        server.fail_on("put", status=507)
-        run("a", "step", url=server.url)
-        assert "1 upload failed (store_full: " in explain("a", url=server.url)
-
-
 def test_programs_compiled_without_the_server_are_not_listed_as_misses(run, explain):
     with FakeServer() as server:
         url = server.url
@@ -197,12 +190,19 @@ def test_programs_compiled_without_the_server_are_not_listed_as_misses(run, expl
     assert "1 miss" not in explanation
 
 
-def test_frozen_server_is_named(run, explain):
+@pytest.mark.parametrize(
+    ("call", "failure", "named"),
+    [
+        ("put", {"status": 507}, "1 upload failed (store_full: "),
+        ("get", {"fault": "hang"}, "(timeout): the server did not answer in time"),
+    ],
+    ids=["full store", "frozen server"],
+)
+def test_failing_server_is_named(run, explain, call, failure, named):
     with FakeServer() as server:
-        server.fail_on("get", fault="hang")
+        server.fail_on(call, **failure)
         run("a", "step", url=server.url, first_byte_seconds=0.2)
-        explanation = explain("a", url=server.url)
-    assert "the cache could not help (timeout): the server did not answer in time" in explanation
+        assert named in explain("a", url=server.url)
 
 
 def test_read_only_job_is_named_as_the_cause(run, explain):

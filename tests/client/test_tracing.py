@@ -55,14 +55,6 @@ def test_spans_go_to_the_provider_of_the_program(run_job, server, namespace, mod
     assert not any("exporter.otlp" in name for name in outcome["modules"])
 
 
-def test_a_provider_that_raises_is_counted(run_job, server, namespace):
-    with Collector() as collector:
-        outcome = run_job(server.url, environment_of(collector, namespace), mode="broken")
-
-    assert outcome["fallbacks"] == {"tracing": 1}
-
-
-@pytest.mark.parametrize("is_silent", [True, False])
 def test_job_ends_without_waiting_for_silent_or_missing_collector(
     run_job, server, namespace, is_silent
 ):

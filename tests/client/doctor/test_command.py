@@ -38,12 +38,18 @@ def test_failure_exits_with_1_shows_advice_and_changes_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_output_works_on_terminal_without_unicode():
-    command = ("doctor", "--url", "http://127.0.0.1:9")
-    result = graphstash(*command, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
-    assert result.returncode == 1
-    assert "? connection" in result.stdout
-    assert result.stderr == ""
+@pytest.mark.parametrize(
+    ("terminal", "shown"),
+    [
+        ({"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}, "? connection"),
+        ({"FORCE_COLOR": 1, "TERM": "xterm", "COLUMNS": 10}, "1 failure"),
+    ],
+    ids=["without Unicode", "narrower than the names of the findings"],
+)
+def test_findings_are_shown_on_a_poor_terminal(terminal, shown):
+    result = graphstash("doctor", "--url", "http://127.0.0.1:9", **terminal)
+    assert (result.returncode, result.stderr) == (1, "")
+    assert shown in result.stdout
 
 
 def test_findings_and_advice_are_wrapped_on_a_terminal_only():
@@ -56,15 +62,6 @@ def test_findings_and_advice_are_wrapped_on_a_terminal_only():
     ):
         assert f"{word} {following}" in piped
         assert f"{word}\n{'':{indent}}{following}" in shown
-
-
-def test_findings_are_shown_on_a_terminal_narrower_than_their_names():
-    shown = graphstash(
-        "doctor", "--url", "http://127.0.0.1:9", FORCE_COLOR=1, TERM="xterm", COLUMNS=10
-    )
-    assert shown.returncode == 1
-    assert "1 failure" in shown.stdout
-    assert shown.stderr == ""
 
 
 def test_answer_of_unknown_server_is_escaped_for_terminal(server):

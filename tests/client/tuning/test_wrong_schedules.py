@@ -44,20 +44,17 @@ def test_result_is_checked_after_the_last_sample():
         assert failures(found) == EXPECTED
 
 
-def test_a_memoized_result_passes_only_if_inputs_stay():
-    with Pool(wrong_kernels.target(renew=None), method=QUICK) as pool:
-        assert failures(pool.compare([{"does": "memoizes"}])) == {"memoizes": None}
-
-
-def test_result_in_memory_of_an_earlier_right_result_is_wrong():
-    with Pool(wrong_kernels.target(renew=None), method=QUICK) as pool:
-        found = pool.compare([{"does": "right"}, {"does": "leaves"}])
-        assert failures(found) == {"right": None, "leaves": "wrong"}
-
-
-def test_a_check_that_returns_none_is_an_error_and_no_wrong_result():
-    with Pool(wrong_kernels.target(is_right=print), method=QUICK) as pool:
-        assert failures(pool.compare([{"does": "right"}])) == {"right": "run"}
+@pytest.mark.parametrize(
+    ("check", "outcomes"),
+    [
+        ({"renew": None}, {"memoizes": None}),  # passes only if the inputs stay
+        ({"renew": None}, {"right": None, "leaves": "wrong"}),  # in memory of the right result
+        ({"is_right": print}, {"right": "run"}),  # returns None: an error, and no wrong result
+    ],
+)
+def test_check_decides_by_each_result_with_its_inputs(check, outcomes):
+    with Pool(wrong_kernels.target(**check), method=QUICK) as pool:
+        assert failures(pool.compare([{"does": does} for does in outcomes])) == outcomes
 
 
 def test_wrong_schedules_lose_despite_fast_costs_of_peers():
@@ -136,18 +133,18 @@ def test_nan_and_infinity_equal_only_themselves():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "here", "expected"), [("uint8", 0, 255), ("int8", 127, -128), ("int64", 2**60, 1)]
+    ("dtype", "here", "expected", "tolerance"),
+    [
+        *(("uint8", 0, 255, 1), ("int8", 127, -128, 1), ("int64", 2**60, 1, 1)),
+        ("int64", 2**60 + 1, 2**60, 0),  # equal as floating-point numbers
+    ],
 )
-def test_differences_of_integers_do_not_wrap_around(dtype, here, expected):
+def test_integers_are_compared_exactly_and_without_wrapping_around(
+    dtype, here, expected, tolerance
+):
     output = tuning.CheckedOutput((1,), dtype)
     output.array[...] = here
-    assert not output.holds(np.array([expected], dtype), tolerance=1)
-
-
-def test_large_integers_are_compared_exactly():
-    output = tuning.CheckedOutput((1,), "int64")
-    output.array[...] = 2**60 + 1
-    assert not output.holds(np.array([2**60]))
+    assert not output.holds(np.array([expected], dtype), tolerance=tolerance)
 
 
 def test_another_shape_is_refused():
