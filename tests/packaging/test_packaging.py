@@ -118,7 +118,7 @@ def test_job_that_compiles_nothing_imports_no_dependency(command, tmp_path):
     assert list(tmp_path.iterdir()) == []  # nor does it create a local tier
 
 
-def test_packages_import_lazily_and_list_existing_names():
+def test_packages_import_lazily():
     """Names of the wire format need no pydantic. `import graphstash` imports no other module."""
     program = (
         "import sys, graphstash\n"
@@ -128,13 +128,9 @@ def test_packages_import_lazily_and_list_existing_names():
         "schema.Namespace('team'); schema.ErrorCode.NOT_FOUND; schema.Digest.of(b'')\n"
         "schema.ArtifactKey.parse('jax', 'cpu', 'a' * 64); print('pydantic' in sys.modules)\n"
         "schema.ArtifactMetadata; print('pydantic' in sys.modules)\n"
-        "for package in (graphstash, schema):\n"
-        "    print([n for n in package.__all__ if not hasattr(package, n)])\n"
-        "    print(set(package._HOME) - set(package.__all__))\n"
     )
-    assert run(sys.executable, "-I", "-c", program).split() == [
-        *("['graphstash']", "False", "True", "[]", "set()", "[]", "set()")
-    ]
+    printed = run(sys.executable, "-I", "-c", program).split()
+    assert printed == ["['graphstash']", "False", "True"]
 
 
 @pytest.mark.extended

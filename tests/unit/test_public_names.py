@@ -9,7 +9,7 @@ import pytest
     "package",
     [
         *("graphstash", "graphstash.training", "graphstash.training.reduce", "graphstash.tuning"),
-        "graphstash.hooks",
+        *("graphstash.hooks", "graphstash_schema"),
     ],
 )
 def test_every_public_name_can_be_imported(package):

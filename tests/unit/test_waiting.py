@@ -93,23 +93,21 @@ def test_a_wait_that_would_end_before_a_compilation_does_not_begin(wait, budget)
     assert wait("b", 20) == 20
 
 
-def test_the_holder_may_change_during_a_wait(budget, clock):
-    with budget.wait() as one:
-        assert one.reason_to_skip("a") is None
-        clock.now += 30.0
-        assert one.reason_to_skip("b") is None
-        assert one.left == 50.0
-        clock.now += 30.0
-    assert (budget.left, budget.left_for("a"), budget.left_for("b")) == (40.0, 20.0, 20.0)
-
-
-def test_one_refund_is_split_between_the_holders_of_a_wait(budget, clock):
+@pytest.mark.parametrize(
+    ("saved_seconds", "left", "left_for_each"), [(None, 60.0, 30.0), (20.0, 80.0, 40.0)]
+)
+def test_holders_of_one_wait_share_its_cost_and_its_refund(
+    budget, clock, saved_seconds, left, left_for_each
+):
     with budget.wait() as one:
         for holder in ("a", "b"):
             assert one.reason_to_skip(holder) is None
+            assert one.left == 50.0
             clock.now += 20.0
-        one.saved_seconds = 20.0
-    assert (budget.left, budget.left_for("a"), budget.left_for("b")) == (80.0, 40.0, 40.0)
+        one.saved_seconds = saved_seconds
+    assert (budget.left, budget.left_for("a"), budget.left_for("b")) == (
+        *(left, left_for_each, left_for_each),
+    )
 
 
 def test_nested_wait_is_deducted_once(budget, clock):

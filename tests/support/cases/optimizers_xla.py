@@ -440,36 +440,17 @@ def optimizers_that_compute_beside_the_steps_are_refused() -> None:
         assert message.endswith("use Muon, LAMB or AdamW"), message
 
 
-CHECKS: dict[str, Callable[[], None]] = {
-    check.__name__: check
-    for check in (
-        every_schedule_on_one_graph,
-        clipping_by_norm_and_by_value,
-        clipping_on_the_host_is_torchs,
-        state_is_written_over_in_place,
-        aliases_of_parameters_follow,
-        torch_goes_on_from_ours_and_ours_from_torch,
-        the_scalers_of_torch_and_torch_xla,
-        other_types_are_kept,
-        muon_rounds_as_bfloat16_does,
-        moments_of_eight_bits_are_rounded_as_on_the_host,
-        averages_are_put_in_and_taken_out,
-        optimizers_that_compute_beside_the_steps_are_refused,
-    )
-}
-
-
 def checks(*, names: list[str]) -> dict[str, str]:
-    """Run checks and cases of the matrix, and return the traceback of each, or "" if it passed."""
+    """Run functions of this module or cases of `matrix`; return their tracebacks, or ""."""
     gc.disable()  # live tensors decide the contents of a lazy step
     warnings.simplefilter("ignore", UserWarning)  # a SequentialLR warns of its own code
     errors = {}
     for name in names:
         try:
-            if name in CHECKS:
-                CHECKS[name]()
-            else:
+            if name in ON_XLA:
                 matrix(name)
+            else:
+                globals()[name]()
         except Exception:
             errors[name] = traceback.format_exc()
         else:

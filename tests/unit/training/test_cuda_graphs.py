@@ -68,12 +68,16 @@ def close(ours, theirs):
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("optimizer", [SGD, AdamW])
-def test_a_captured_step_trains_as_the_function_does(cuda, optimizer):
-    traced, plain = (Training(traced=traced, optimizer=optimizer) for traced in (True, False))
+def assert_equal_training(traced, plain):
     close(traced.train(range(STEPS)), plain.train(range(STEPS)))
     for pair in zip(traced.state(), plain.state(), strict=True):
         close(*pair)
+
+
+@pytest.mark.parametrize("optimizer", [SGD, AdamW])
+def test_a_captured_step_trains_as_the_function_does(cuda, optimizer):
+    traced, plain = (Training(traced=traced, optimizer=optimizer) for traced in (True, False))
+    assert_equal_training(traced, plain)
     assert (traced.step.mode, cuda.captures) == ("traced", 1)
     assert traced.calls == 3 + 1 + 1  # uncaptured, captured, compared
 
@@ -90,9 +94,7 @@ def test_steps_before_and_after_the_capture_are_computed_in_one_way(cuda):
 
 def test_step_is_run_after_failed_capture(cuda):
     traced, plain = Training(traced=True, reads_at=range(4, 99)), Training(traced=False)
-    close(traced.train(range(STEPS)), plain.train(range(STEPS)))
-    for pair in zip(traced.state(), plain.state(), strict=True):
-        close(*pair)
+    assert_equal_training(traced, plain)
     assert all(parameter.grad is None for parameter in traced.model.parameters())
     assert traced.step.reason == (
         "CUDA graph capture failed: RuntimeError: operation not permitted when stream is capturing"
@@ -109,9 +111,7 @@ class Counting(Training):
 
 def test_graph_that_keeps_a_number_which_changes_is_refused(cuda):
     traced, plain = Counting(traced=True), Counting(traced=False)
-    close(traced.train(range(STEPS)), plain.train(range(STEPS)))
-    for pair in zip(traced.state(), plain.state(), strict=True):
-        close(*pair)
+    assert_equal_training(traced, plain)
     assert traced.calls == plain.calls
     assert traced.step.mode == "lazy"
     assert traced.step.reason.startswith(
