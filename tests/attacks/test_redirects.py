@@ -22,12 +22,12 @@ def elsewhere():
         yield listener
 
 
-def redirecting(location, status=307, methods=("GET",)):
+def redirecting(location):
     def change(request, answer):
-        if request.method not in methods or "/artifacts/" not in request.path:
+        if request.method != "GET" or "/artifacts/" not in request.path:
             return answer
         return dataclasses.replace(
-            answer, status=status, headers=answer.headers | {"location": location}, body=b""
+            answer, status=307, headers=answer.headers | {"location": location}, body=b""
         )
 
     return change

@@ -23,8 +23,8 @@ class Watch:
         self.grown = peak_bytes() - self._peak
 
 
-def resident_bytes(process="self"):
-    return _read(process, "VmRSS")
+def resident_bytes():
+    return _read("self", "VmRSS")
 
 
 def peak_bytes(process="self"):

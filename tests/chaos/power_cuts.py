@@ -27,14 +27,14 @@ _LINE: Final = re.compile(r"(\d+) +(?:(<\.\.\. )?(\w+)(?: resumed>|\())(.*)", re
 _UNFINISHED: Final = " <unfinished ...>"
 
 
-def recording_command(log: Path, *command: str, attached: int | None = None) -> tuple[str, ...]:
-    """Return a command that runs `command` and records its calls, and those of a running process.
+def recording_command(log: Path, *command: str) -> tuple[str, ...]:
+    """Return a command that runs `command` and records its calls.
 
     The process that it starts becomes `command`: signals reach it as usual.
     """
-    attach = ("--seccomp-bpf",) if attached is None else ("-p", str(attached))
     options = ("-DDD", "-f", "-y", "-xx", "-s", str(2**25), "-e", "signal=KILL", "-o", str(log))
-    return ("strace", *options, "-e", f"trace={_CHANGES.replace(' ', ',')}", *attach, *command)
+    traced = ("-e", f"trace={_CHANGES.replace(' ', ',')}", "--seccomp-bpf")
+    return ("strace", *options, *traced, *command)
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from support.refusals import refusal
 from support.waiting import PATIENT, until
 
 
-def metadata(payload=b"", seconds=3.0):
-    return ArtifactMetadata(compile_seconds=seconds, raw_size_bytes=len(payload))
+def metadata(payload=b""):
+    return ArtifactMetadata(compile_seconds=3.0, raw_size_bytes=len(payload))
 
 
 def path_of(stash):

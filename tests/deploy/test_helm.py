@@ -73,9 +73,9 @@ def only(objects, kind, name="graphstash"):
     return found
 
 
-def blocks(language="yaml"):
+def blocks():
     """Return the page's files by title."""
-    pattern = rf'^```{language} title="([\w.-]+)"\n(.*?)^```$'
+    pattern = r'^```yaml title="([\w.-]+)"\n(.*?)^```$'
     return dict(re.findall(pattern, PAGE, re.MULTILINE | re.DOTALL))
 
 

@@ -163,9 +163,9 @@ class Job:
     def stored(self):
         return len(self._printed.read_text().splitlines())
 
-    def go_on(self, count=4):
-        """Return once the job has stored this many further artifacts."""
-        goal = self.stored + count
+    def go_on(self):
+        """Return once the job has stored four further artifacts."""
+        goal = self.stored + 4
         until(lambda: self._process.poll() is not None or self.stored >= goal, seconds=120)
         assert self._process.poll() is None, self._errors.read_text()
 

@@ -112,12 +112,12 @@ def test_withheld_artifact_is_listed_counted_released_and_audited(api, problem):
     assert [each["action"] for each in audit[2:]] == ["put", "put"]
 
 
-async def withhold(server, number=0, blob=BLOB, *, may_withhold=True):
+async def withhold(server, number=0, blob=BLOB):
     wanted = ReportRequest(
         key=key_of(number).key, digest=str(Digest.of(blob)), reason=ReportReason.CORRUPT
     )
     return await server.context.quarantine.report(
-        key_of(number), wanted, actor=ACTOR, party=ACTOR.name, may_withhold=may_withhold
+        key_of(number), wanted, actor=ACTOR, party=ACTOR.name, may_withhold=True
     )
 
 

@@ -44,8 +44,8 @@ def fingerprint(number: int = 0) -> str:
     return hashlib.sha256(str(number).encode()).hexdigest()
 
 
-def artifact_path(namespace: str, number: int = 0, *, kind: str = "jax") -> str:
-    return f"/v1/{namespace}/artifacts/{kind}/{DEVICE}/{fingerprint(number)}"
+def artifact_path(namespace: str, number: int = 0) -> str:
+    return f"/v1/{namespace}/artifacts/jax/{DEVICE}/{fingerprint(number)}"
 
 
 def keys(numbers: Iterable[int]) -> list[dict[str, str]]:

@@ -212,12 +212,11 @@ def train_scheduled(
     schedule: Any,
     parameters: Sequence[nn.Parameter],
     *,
-    steps: int = 12,
     after: Callable[[], object] = lambda: None,
 ) -> None:
     """Train with a schedule; `after` is called after every step."""
     device = parameters[0].device
-    for step in range(steps):
+    for step in range(12):
         factors = [g.to(device) for g in gradients(step) if g is not None]
         optimizer.zero_grad()
         loss_of(parameters, factors).backward()

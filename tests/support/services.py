@@ -114,9 +114,9 @@ class ServiceClient:
         finally:
             await artifact.reader.close()
 
-    async def pin(self, *numbers: int, namespace: str = "team") -> None:
+    async def pin(self, *numbers: int) -> None:
         """Pin artifacts without an end."""
-        await pin_in(self.context.database, [key_of(number, namespace) for number in numbers])
+        await pin_in(self.context.database, [key_of(number) for number in numbers])
 
     async def evict_one(self) -> bool:
         """Evict the artifact of least value, and its blob. Return False if all must stay."""

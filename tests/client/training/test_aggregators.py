@@ -129,9 +129,10 @@ def broken(jobs, tmp_path):
 
 
 @contextmanager
-def dedicated(secret, port=0, host="127.0.0.1"):
+def dedicated(secret, port=0):
     """Start an aggregator, and yield its process and address."""
-    command = [sys.executable, "-m", MODULE, "--listen", f"{host}:{port}", "--secret-file", secret]
+    options = ("--listen", f"127.0.0.1:{port}", "--secret-file", secret)
+    command = [sys.executable, "-m", MODULE, *options]
     process = subprocess.Popen([*map(str, command)], stdout=subprocess.PIPE, text=True)
     try:
         host, port = json.loads(process.stdout.readline())["address"]

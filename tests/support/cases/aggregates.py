@@ -320,10 +320,10 @@ def with_a_fork() -> None:
     assert own.returncode == 0  # the aggregator ended at a request, not by a signal
 
 
-def require_ones(made: AggregatedAllReduce, elements: int = 10) -> None:
-    values = torch.ones(elements)
+def require_ones(made: AggregatedAllReduce) -> None:
+    values = torch.ones(10)
     made.sum_(values)
-    assert float(values.sum()) == elements * distributed.get_world_size()
+    assert float(values.sum()) == 10 * distributed.get_world_size()
 
 
 def told_to_end() -> None:

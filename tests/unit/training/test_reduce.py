@@ -322,9 +322,9 @@ def embedding():
     return nn.Sequential(nn.EmbeddingBag(10_000, 64), nn.Linear(64, 1))
 
 
-def batches(count, rows=10_000):
+def batches(count):
     generator = torch.Generator().manual_seed(1)
-    return [(torch.randint(0, rows, (8, 4), generator=generator),) for _ in range(count)]
+    return [(torch.randint(0, 10_000, (8, 4), generator=generator),) for _ in range(count)]
 
 
 def loss(model, batch):

@@ -185,14 +185,14 @@ def test_empty_and_zero_parameters_stay_finite(optimizer):
 # Delay of the roots.
 
 
-def roots_after_each_call(optimizer, steps=16, **options):
+def roots_after_each_call(optimizer, **options):
     parameters = shaped(MATRICES[:2])
     mine = optimizer(parameters, **options)
     history = []
     run(
         parameters,
         mine,
-        range(steps),
+        range(16),
         after=lambda _: history.append(mine.state[parameters[1]]["roots"].clone()),
     )
     return history
