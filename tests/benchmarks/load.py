@@ -24,14 +24,11 @@ BUFFER_BYTES = 1 << 18
 
 @dataclass(frozen=True)
 class Load:
-    """Work of a target in `seconds`. wrk adds the median, 99th and 99.9th percentile and maximum of
-    the answers' times in microseconds.
-    """
+    """Work of a target in `seconds`."""
 
     requests: int
     received_bytes: int
     seconds: float
-    latency_us: tuple[int, ...] = ()
 
     @property
     def per_second(self):
@@ -143,38 +140,27 @@ def get(port, paths, *, connections, seconds, headers="", status=200):
     if wrk() is None:
         turns = itertools.cycle(paths)
         return many(port, connections, seconds, ask("GET", turns, headers, status))
-    lines = headers.split("\r\n")
-    load, refused = run_wrk(port, paths, connections=connections, seconds=seconds, headers=lines)
-    assert refused == (load.requests if status >= 400 else 0), (refused, load)
-    return load
-
-
-def run_wrk(port, requests, *, connections, seconds, headers=(), prefix=(), **settings):
-    """Run wrk with the requests and environment variables of `wrk.lua`.
-
-    Returns:
-        The load, and the number of answers with a status from 400 on.
-    """
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as listed:
-        listed.write("\n".join(requests))
+        listed.write("\n".join(paths))
         listed.flush()
         command = [
-            *(*prefix, wrk(), "--threads", "1", "--connections", str(connections)),
+            *(wrk(), "--threads", "1", "--connections", str(connections)),
             *("--duration", f"{seconds}s", "--timeout", "60s", "--script", str(LUA)),
-            *itertools.chain(*(("-H", line) for line in headers if line)),
-            f"http://127.0.0.1:{port}/",
+            *itertools.chain(*(("-H", line) for line in headers.split("\r\n") if line)),
+            f"http://127.0.0.1:{port}{paths[0]}",
         ]
         done = subprocess.run(
             command,
             check=True,
             capture_output=True,
             text=True,
-            env={**os.environ, "REQUESTS": listed.name, **settings},
+            env={**os.environ, "PATHS": listed.name},
         )
     figures = json.loads(done.stderr.splitlines()[-1])
     refused = figures.pop("refused")
     assert figures.pop("errors") == 0, done.stdout
-    return Load(**figures), refused
+    assert refused == (figures["requests"] if status >= 400 else 0), done.stdout
+    return Load(**figures)
 
 
 def ask(method, turns, headers, expected):

@@ -1,13 +1,15 @@
 """Measure the slowest answers of a core that is 60 % busy, beside nginx and a trivial event loop.
 
-A server and the generator, wrk, have a core each. 512 connections pause for random times, so that
-requests arrive whether or not earlier ones are answered; wrk corrects for the few that it could not
-send in time. All targets get the same rate, which keeps graphstash's core busy for 60 % of the
-time. A quarter of the reads ask for one hot artifact, the others for 2,048 artifacts in random
-order.
+A server and the generator (`paced`) have a core each. Requests arrive at random times, whether or
+not earlier ones are answered, on 512 connections. All targets get the same rate, which keeps
+graphstash's core busy for 60 % of the time. A quarter of the reads ask for one hot artifact, the
+others for 2,048 artifacts in random order.
 
 The trivial loop answers every request with the same 4 KiB, after look-ups in a large dictionary
 that take about as much CPU time as graphstash's answer. Its tail is that of the machine.
+
+A processor may slow down to a fraction of its speed, and requests then queue. So the figures come
+twice: for all answers, and for those while both cores had their usual speed (`speed`).
 
     PYTHONPATH=tests .venv/bin/python -m benchmarks.tail --rounds 3 --realtime 1
 
@@ -21,21 +23,27 @@ import os
 import random
 import secrets
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from bisect import bisect
 from contextlib import ExitStack
+from math import inf
+from operator import attrgetter
+from typing import NamedTuple
 
 from benchmarks.costs import threads_of
 from benchmarks.figures import part, rotated
-from benchmarks.load import run_wrk, wrk
+from benchmarks.paced import Answer, send_paced
 from benchmarks.server import RANDOM, cpu_of, row, start
+from benchmarks.speed import EVERY_SECONDS, slow_times, watch
 from benchmarks.targets import Graphstash, Nginx, Peer, artifact_path
 
 SHARE = 0.6
-SATURATING, PACED = 64, 512  # connections
+FIRST_RATE, RATE_SECONDS = 500, 3
+CONNECTIONS = 512
 HOT_EVERY = 4
 BYTES = 4096
-BEGINNING = b"x" * (BYTES - 32)  # of the body of a PUT
+LONG = 20  # times the median
 READS, PUTS = "reads beside 10 % PUTs", "PUTs beside 90 % reads"
+MIX = {READS: 0.9, PUTS: 0.1}  # shares of the requests
 
 
 class Loop(Peer):
@@ -98,11 +106,9 @@ def main():
         ExitStack() as stack,
     ):
         cores = sorted(os.sched_getaffinity(0))
-        if wrk() is None or len(cores) < 2:
-            bench.figures.note("not measured: it needs wrk (apt install wrk) and two cores")
+        if len(cores) < 2:
+            bench.figures.note("not measured: it needs two cores")
             return
-        prefix = ["taskset", "--cpu-list", str(cores[0])]
-        prefix += ["chrt", "--rr", "2"] if bench.settings.realtime else []
         os.sched_setaffinity(0, {cores[-1]})  # the servers inherit it
         kinds = [Graphstash, Loop] + ([] if Nginx.missing() else [Nginx])
         targets = [start(stack, kind, bench.directory, None) for kind in kinds]
@@ -110,89 +116,128 @@ def main():
             for number in range(RANDOM):
                 target.publish(row(number), secrets.token_bytes(BYTES))
         ours = targets[0]
+        on = Cores(cores[0], cores[-1], is_realtime=bool(bench.settings.realtime))
         for number in bench.rounds():
-            if bench.settings.realtime:
+            if on.is_realtime:
                 prefer(targets)
-            rate = rate_at(SHARE, ours, reads, prefix)
+            rate = rate_at(SHARE, on, ours, {"reads": 1})
             for target in rotated(targets, number):
                 bench.now(f"reads: {target.name}")
-                measure(bench, target, {"reads": (rate, reads)}, prefix)
-            rate = rate_at(SHARE, ours, mixed, prefix)
+                measure(bench, on, target, {"reads": rate})
+            rate = rate_at(SHARE, on, ours, MIX)
             bench.now("reads and PUTs")
-            loads = {READS: (0.9 * rate, reads), PUTS: (0.1 * rate, puts)}
-            measure(bench, ours, loads, prefix)
+            measure(bench, on, ours, {label: part * rate for label, part in MIX.items()})
 
 
-def rate_at(share, target, lines_of, prefix):
-    """Return the requests per second that keep a share of a core busy.
+class Cores(NamedTuple):
+    generator: int
+    server: int
+    is_realtime: bool
 
-    Requests that arrive one by one cost more than those of connections that never pause, so a paced
-    load corrects the first estimate.
+
+def rate_at(share, on, target, mix):
+    """Return the requests per second that keep a share of a core busy. Each load of the mix has a
+    share of the requests. A higher rate costs less per request, so each step corrects the last.
     """
-    seconds, connections, pause = 3, SATURATING, {}
-    rate = 20_000.0
-    for _ in range(2):
+    rate = FIRST_RATE
+    for _ in range(3):
         cpu = cpu_of(target)
-        lines = lines_of(target, int(rate * seconds))
-        load = send(target, lines, prefix, connections, seconds, **pause)
-        rate = share * load.requests / (cpu_of(target) - cpu)
-        connections, pause = PACED, {"PAUSE_MS": str(PACED / rate * 1e3)}
+        send(on, target, {label: part * rate for label, part in mix.items()}, RATE_SECONDS)
+        rate *= share * RATE_SECONDS / (cpu_of(target) - cpu)
     return rate
 
 
-def measure(bench, target, loads, prefix):
-    """Send loads at the same time, each a rate and a function that returns its requests."""
-    seconds, everything = bench.settings.seconds, sum(rate for rate, _ in loads.values())
+def send(on, target, rates, seconds):
+    """Send loads at the same time, each with its rate. Return the answers of each."""
+    prefix = ["taskset", "--cpu-list", str(on.generator)]
+    prefix += ["chrt", "--rr", "2"] if on.is_realtime else []
+    loads = [
+        (rate, (puts if label == PUTS else reads)(target, int(rate * seconds) + 1))
+        for label, rate in rates.items()
+    ]
+    return send_paced(target.port, loads, connections=CONNECTIONS, seconds=seconds, prefix=prefix)
 
-    def paced(load):
-        rate, lines_of = load
-        connections = round(PACED * rate / everything)
-        pause = {"PAUSE_MS": str(connections / rate * 1e3)}
-        lines = lines_of(target, int(rate * (seconds + 1)))
-        return send(target, lines, prefix, connections, seconds, **pause)
 
+def measure(bench, on, target, rates):
+    """Add the figures of loads that are sent at the same time."""
+    seconds = bench.settings.seconds
     cpu = cpu_of(target)
-    with ThreadPoolExecutor() as threads:
-        done = list(threads.map(paced, loads.values()))
+    with watch((on.generator, on.server), is_realtime=on.is_realtime) as samples:
+        loads = send(on, target, rates, seconds)
     busy = (cpu_of(target) - cpu) / seconds
-    for label, load in zip(loads, done, strict=True):
-        times = [each / 1e3 for each in load.latency_us]
-        cells = dict(zip(("p50, ms", "p99, ms", "p99.9, ms", "longest, ms"), times, strict=True))
-        cells |= {"p99.9 / p50": times[2] / times[0], "answers per second": load.per_second}
-        for column, value in (cells | {"busy share of a core": busy}).items():
+    times = sorted(at for core in samples for at in slow_times(core))
+    slow = answers_while_slow(times, sorted(itertools.chain(*loads)))
+    for label, load in zip(rates, loads, strict=True):
+        usual = [answer for answer in load if answer not in slow]
+        longest = LONG * percentile(load, 0.5)
+        long = [answer for answer in load if answer.seconds > longest]
+        cells = {
+            "rate": len(load) / seconds,
+            "busy share of a core": busy,
+            "share of answers while slow": 1 - len(usual) / len(load),
+            f"longer than {LONG} p50": len(long),
+            "of these while slow": len(slow.intersection(long)),
+            "sent late, p99.9, ms": percentile(load, 0.999, lambda each: each.sent - each.due)
+            * 1e3,
+        }
+        for column, value in (shown(load) | cells).items():
             bench.figures.add(label, target.name, column, value)
+        for column, value in shown(usual).items():
+            bench.figures.add(label, f"{target.name}, usual speed", column, value)
 
 
-def send(target, lines, prefix, connections, seconds, **settings):
-    more = {"prefix": prefix, "connections": connections, "seconds": seconds}
-    load, refused = run_wrk(target.port, lines, PUT_BYTES=str(len(BEGINNING)), **more, **settings)
-    assert not refused, (target.name, refused)
-    return load
+def shown(answers):
+    shares = {"p50, ms": 0.5, "p99, ms": 0.99, "p99.9, ms": 0.999, "longest, ms": 1}
+    cells = {name: percentile(answers, share) * 1e3 for name, share in shares.items()}
+    return cells | {"p99.9 / p50": cells["p99.9, ms"] / cells["p50, ms"]}
+
+
+def answers_while_slow(times, answers):
+    """Return the answers of busy periods in which a core was slow. A busy period lasts while any
+    request is in progress, so it includes the requests that queued because of a slow core.
+
+    Args:
+        times: when samples found a core slow, sorted.
+        answers: all answers, sorted.
+    """
+    slow, period, end = set(), [], 0.0
+    for answer in [*answers, Answer(inf, inf, inf)]:
+        if answer.due > end:
+            first = period[0].due - EVERY_SECONDS if period else inf
+            if bisect(times, end + EVERY_SECONDS) > bisect(times, first):
+                slow.update(period)
+            period = []
+        period.append(answer)
+        end = max(end, answer.done)
+    return slow
+
+
+def percentile(answers, share, seconds=attrgetter("seconds")):
+    times = sorted(map(seconds, answers))
+    return times[min(int(share * len(times)), len(times) - 1)]
 
 
 def reads(target, count):
-    """Return lines for `wrk.lua`."""
     names = itertools.cycle(map(row, random.sample(range(RANDOM), RANDOM)))
-    return [
+    paths = (
         target.path(row(0) if number % HOT_EVERY == 0 else next(names)) for number in range(count)
-    ]
+    )
+    return [f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n".encode() for path in paths]
 
 
 def puts(_target, count):
-    return [put_line() for _ in range(count)]
+    return [put() for _ in range(count)]
 
 
-def mixed(target, count):
-    lines = reads(target, count)
-    lines[::10] = puts(target, len(lines[::10]))
-    return lines
-
-
-def put_line():
-    """Return a line for a PUT of a new artifact."""
-    rest = secrets.token_hex(16)
-    digest = hashlib.sha256(BEGINNING + rest.encode()).digest()
-    return f"{artifact_path(secrets.token_hex(32))} {base64.b64encode(digest).decode()} {rest}"
+def put():
+    """Return a PUT of a new artifact."""
+    body = secrets.token_bytes(BYTES)
+    digest = base64.b64encode(hashlib.sha256(body).digest()).decode()
+    head = (
+        f"PUT {artifact_path(secrets.token_hex(32))} HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+        f"Repr-Digest: sha-256=:{digest}:\r\nContent-Length: {BYTES}\r\n\r\n"
+    )
+    return head.encode() + body
 
 
 def prefer(targets):
