@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from graphstash_schema import Digest, LookupResponse
+from graphstash_schema import Digest, ErrorCode, LookupResponse
+from graphstash_server.errors import ServerError, ShortBlobError
 from graphstash_server.services.artifacts.service import ArtifactService
 from graphstash_server.testing import MemoryBlobStore
 from support.services import key_of
@@ -126,3 +127,26 @@ async def test_concurrent_verifications_of_one_artifact_read_it_once(opened, mon
         assert (len(readings), most) == (4, 2)
         assert (await verify(keys[0])).found
         assert len(readings) == 5, "a later call reads the blob again"
+
+
+async def test_interrupted_read_drops_no_artifact(opened):
+    async with opened() as client:
+        await client.put(BLOB)
+        open_whole = opened.blobs.open
+
+        async def cut(digest):
+            reader = await open_whole(digest)
+
+            async def chunks(start, stop):
+                yield b"some"
+                raise ShortBlobError("the connection broke")
+
+            reader.chunks = chunks
+            return reader
+
+        opened.blobs.open = cut
+        with pytest.raises(ServerError) as refused:
+            await client.context.artifacts.verify(key_of())
+        assert refused.value.code is ErrorCode.UNAVAILABLE
+        opened.blobs.open = open_whole
+        assert await client.get() == BLOB

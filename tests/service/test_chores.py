@@ -1,0 +1,199 @@
+"""Maintenance: chores run once per interval, and failures end neither them nor the loop."""
+
+import asyncio
+from contextlib import contextmanager
+from datetime import UTC, datetime
+
+import pytest
+import sqlalchemy as sa
+
+from graphstash_schema import ErrorCode
+from graphstash_server.db.queries.identifiers import claim_recount, last_recount
+from graphstash_server.db.queries.usage import recount_usage
+from graphstash_server.db.tables import usage
+from graphstash_server.errors import ServerError
+from graphstash_server.services.maintenance import schedule
+from support.statements import recorded
+from support.stores import DAY, HOUR, TEAM, opener_of_stores
+
+pytestmark = pytest.mark.anyio
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+@pytest.fixture
+def opened(opened):
+    return opener_of_stores(opened)
+
+
+@pytest.mark.sql
+async def test_only_one_server_runs_a_chore_per_interval(opened):
+    done = []
+
+    async def note():
+        done.append(1)
+
+    async with opened(retain_days=1) as one, opened(retain_days=1) as other:
+        await one.add(0)
+        one.clock.turn(2 * DAY)
+        for server in (one, other):
+            server.context.maintenance.retain = note
+        await asyncio.gather(*(server.context.maintenance.run_once() for server in (one, other)))
+        await one.context.maintenance.run_once()
+        assert len(done) == 1
+        one.clock.turn(2 * HOUR)
+        await other.context.maintenance.run_once()
+        assert len(done) == 2
+
+
+@pytest.mark.sql
+async def test_failed_chore_is_retried_by_the_server_that_claimed_it(opened, caplog):
+    done = []
+
+    async def failing():
+        done.append("failed")
+        raise ServerError(ErrorCode.UNAVAILABLE, "no answer")
+
+    async def note():
+        done.append("one")
+
+    async def note_other():
+        done.append("other")
+
+    async with opened() as one, opened() as other:
+        other.context.maintenance.retain = note_other
+        one.context.maintenance.retain = failing
+        await one.context.maintenance.run_once()
+        one.context.maintenance.retain = note
+        await one.context.maintenance.run_once()
+        one.clock.turn(300)
+        await other.context.maintenance.run_once()
+        await one.context.maintenance.run_once()
+        await one.context.maintenance.run_once()
+        assert done == ["failed", "one"]
+    assert "retention stopped and will be retried: unavailable: no answer" in caplog.text
+
+
+async def test_blob_that_the_store_cannot_delete_stops_no_chore(opened, monkeypatch, caplog):
+    async def failing(_digest, **_):
+        raise ServerError(ErrorCode.UNAVAILABLE, "disk error")
+
+    async with opened(retain_days=30, soft_limit_bytes=15_000) as store:
+        monkeypatch.setattr(store.blobs, "delete", failing)
+        await store.fill(2)
+        await store.context.maintenance.run_once()
+        store.clock.turn(31 * DAY)
+        await store.context.maintenance.run_once()
+        assert await store.kept(2) == []
+    assert "deleting blobs stopped and will be retried: unavailable: disk error" in caplog.text
+
+
+@contextmanager
+def maintenance_of(store, run_once, *, every_seconds=3600):
+    """Run the maintenance of a server, whose rounds call `run_once`."""
+    maintenance = store.context.maintenance
+    maintenance.run_once = run_once
+    task = asyncio.create_task(
+        maintenance.run(every_seconds=every_seconds, started_at=START, was_alone=False)
+    )
+    yield task
+    task.cancel()
+
+
+async def let_others_run():
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_failing_database_ends_a_round_but_not_the_maintenance(opened, caplog):
+    rounds, went_on = [], asyncio.Event()
+
+    async def failing():
+        rounds.append(1)
+        if len(rounds) == 2:
+            went_on.set()
+        raise ServerError(ErrorCode.UNAVAILABLE, "no database")
+
+    async with opened() as store:
+        with maintenance_of(store, failing, every_seconds=0.001):
+            await went_on.wait()
+    assert "no database" in caplog.text
+
+
+async def test_wanted_eviction_in_corrupt_database_does_not_block_the_event_loop(opened):
+    async with opened() as store:
+        maintenance = store.context.maintenance
+        observe, rounds, has_begun = maintenance.clock.observe, [], asyncio.Event()
+
+        async def observed():
+            has_begun.set()
+            rounds.append(1)
+            if len(rounds) > 3:
+                raise asyncio.CancelledError  # instead of a loop that no other task can end
+            return await observe()
+
+        maintenance.clock.observe = observed
+        store.context.database.note_corruption("by this test")
+        store.context.evictor.is_needed.set()
+        with maintenance_of(store, maintenance.run_once) as task:
+            await has_begun.wait()
+            assert not task.done()
+
+
+async def test_wanted_eviction_waits_for_the_pause_after_a_failed_round(opened, monkeypatch):
+    monkeypatch.setattr(schedule, "_FAILED_SECONDS", 3600)
+    rounds, has_failed = [], asyncio.Event()
+
+    async def failing():
+        rounds.append(1)
+        store.context.evictor.is_needed.set()
+        has_failed.set()
+        raise ServerError(ErrorCode.UNAVAILABLE, "no database")
+
+    async with opened() as store:
+        with maintenance_of(store, failing):
+            await has_failed.wait()
+            await let_others_run()
+            assert len(rounds) == 1
+
+
+async def test_wanted_eviction_takes_one_round_of_maintenance(opened):
+    rounds, have_ended = [], asyncio.Event()
+
+    async def run_once():
+        rounds.append(1)
+        if len(rounds) == 1:
+            store.context.evictor.is_needed.set()
+        elif len(rounds) == 2:
+            have_ended.set()
+        await asyncio.sleep(0)
+
+    async with opened() as store:
+        with maintenance_of(store, run_once):
+            await have_ended.wait()
+            await let_others_run()
+            assert len(rounds) == 2
+
+
+async def test_recount_beside_another_corrects_once_and_reads_no_artifact_while_it_writes(opened):
+    """Counting a large namespace inside the transaction would block all writers of SQLite."""
+    async with opened() as one, opened() as two:
+        await one.add(0, 10)
+        async with one.context.database.writing() as connection:
+            await connection.execute(sa.update(usage).values(size_bytes=77, artifacts=3))
+        async with two.context.database.reading() as connection:
+            mark = await last_recount(connection)
+            assert list(await recount_usage(connection)) == [TEAM]
+        await one.add(1, 20)
+        with recorded("FROM artifacts") as statements:
+            assert await one.context.reconciler.recount(is_repair=True) == [TEAM]
+        assert len(statements) == 1
+        async with two.context.database.writing() as connection:
+            assert await claim_recount(connection, mark) is None
+        used = await one.used()
+        assert (used.artifacts, used.size_bytes) == (2, 30)
+        async with one.context.database.writing() as connection:
+            await connection.execute(sa.update(usage).values(size_bytes=1, metadata_bytes=0))
+        await two.context.reconciler.reconcile(blobs_before=one.clock.now)
+        used = await one.used()
+        assert (used.size_bytes, used.metadata_bytes) == (30, 2 * 4096 - 30)

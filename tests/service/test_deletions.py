@@ -1,0 +1,192 @@
+"""Blobs are deleted beside uploads, other servers and crashes, and no acknowledged blob is lost."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from graphstash_schema import Digest, ErrorCode
+from graphstash_server.errors import ServerError
+from graphstash_server.services.artifacts import blobs
+from graphstash_server.testing.stores import as_chunks
+from support.services import key_of, upload_of
+from support.stores import opener_of_stores
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def opened(opened):
+    return opener_of_stores(opened)
+
+
+class Stopped(BaseException):
+    """Stands for SIGKILL: no handler of failures may handle it."""
+
+
+@pytest.mark.parametrize("is_deleted", [False, True], ids=["before the blob goes", "after it went"])
+async def test_kill_during_deletion_blocks_no_upload_and_is_repaired(
+    opened, monkeypatch, is_deleted
+):
+    async with opened(store_limit_bytes=50_000) as store:
+        await store.fill(5)
+        delete = store.blobs.delete
+
+        async def dying(digest, **name):
+            if is_deleted:
+                await delete(digest, **name)
+            raise Stopped
+
+        monkeypatch.setattr(store.blobs, "delete", dying)
+        with pytest.raises(Stopped):
+            await store.add(5, seconds=9)
+        monkeypatch.undo()
+        await store.add(6, seconds=9)
+        assert await store.kept(7) == [2, 3, 4, 6]
+    store.clock.turn(10 * 60)  # its claim is over
+    async with opened(store_limit_bytes=50_000) as other:
+        await other.collect()
+        assert len(other.blobs.blobs) == 4
+        assert await other.kept(7) == [2, 3, 4, 6]
+
+
+@pytest.mark.sql
+async def test_claimed_blob_is_left_to_its_server_and_its_upload_waits(opened):
+    async with opened(soft_limit_bytes=1) as one, opened() as two:
+        await one.add(0)
+        await one.evict()
+        go_on, under_way = await one.begin_deletion()
+        others = asyncio.create_task(two.collect())
+        if two.context.database.is_postgresql:
+            assert await others == 0
+        adding = asyncio.create_task(two.add(0))
+        await asyncio.wait([adding], timeout=0.2)
+        assert not adding.done()
+        go_on.set()
+        assert await under_way + await others == 1
+        await adding
+        assert await two.has(0)
+
+
+async def test_upload_unmarks_its_blob_which_is_deleted_if_the_upload_fails(opened):
+    async def broken():
+        yield b"only the beginning"
+        raise ConnectionResetError
+
+    async with opened(soft_limit_bytes=1) as store:
+        await store.add(0)
+        await store.evict()
+        upload = upload_of(key_of(7), store.blob(0, 10_000))
+        with pytest.raises(ConnectionResetError):
+            await store.context.uploads.publish(upload, broken())
+        await store.collect()
+        assert store.blobs.blobs == {}
+
+        await store.add(0)
+        await store.evict()
+        await store.add(0)
+        await store.collect()
+        assert await store.has(0)
+
+
+async def test_upload_cancelled_before_its_commit_begins_holds_nothing(opened, monkeypatch):
+    async with opened() as store:
+        uploads, digest = store.context.uploads, Digest.of(b"x")
+        start = uploads._in_background
+
+        def start_cancelled(work):
+            task = start(work)
+            task.cancel()
+            return task
+
+        with monkeypatch.context() as patch:
+            patch.setattr(uploads, "_in_background", start_cancelled)
+            with pytest.raises(asyncio.CancelledError):
+                await uploads.publish(upload_of(key_of(7), b"x"), as_chunks(b"x"))
+        assert [*store.blobs.blobs] == [digest.sha256]
+        await uploads.collector.collect_all([digest])
+        assert store.blobs.blobs == {}
+
+
+@pytest.mark.sql
+@pytest.mark.parametrize(
+    ("database_url", "lost"),
+    [("sqlite", "cancelled"), ("postgresql", "cancelled"), ("postgresql", "disconnected")],
+    indirect=["database_url"],
+)
+async def test_deletion_that_outlives_its_transaction_spares_acknowledged_blobs(
+    opened, request, lost, database_url, monkeypatch
+):
+    """A request to S3 continues after its sender has ended."""
+    async with opened(soft_limit_bytes=1) as one, opened() as two:
+        await one.add(0)
+        await one.evict()
+        delete = one.blobs.delete
+        deleting, may_land = asyncio.Event(), asyncio.Event()
+        late = []
+
+        async def land(digest, **name):
+            await may_land.wait()
+            await delete(digest, **name)
+
+        async def slow(digest, **name):
+            late.append(asyncio.create_task(land(digest, **name)))
+            deleting.set()
+            await asyncio.shield(late[0])
+
+        one.blobs.delete = slow
+        under_way = asyncio.create_task(one.collect())
+        await deleting.wait()
+        if lost == "cancelled":
+            under_way.cancel()
+        else:
+            cut = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE query <> ''"
+            await asyncio.to_thread(
+                request.getfixturevalue("postgres").execute,
+                f"{cut} AND pid <> pg_backend_pid() AND datname = '{Path(database_url).name}'",
+            )
+        adding = asyncio.create_task(two.add(0))
+        await asyncio.wait([adding], timeout=0.5)  # the upload may wait for the deletion
+        may_land.set()
+        monkeypatch.setattr(blobs, "_SETTLE_SECONDS", 0.001)
+        (outcome,) = await asyncio.gather(adding, return_exceptions=True)
+        acknowledged = outcome is None
+        assert acknowledged or outcome.code is ErrorCode.UNAVAILABLE
+        await late[0]
+        await asyncio.gather(under_way, return_exceptions=True)
+        assert await two.has(0) == acknowledged
+
+
+async def test_server_frozen_since_its_claim_deletes_nothing(opened, monkeypatch):
+    """Another server may have stored the blob since the claim."""
+    async with opened(soft_limit_bytes=1) as one, opened() as two:
+        await one.add(0)
+        await one.evict()
+        find = blobs.find_generations
+
+        async def frozen(connection, digests):
+            found = await find(connection, digests)
+            one.clock.turn(91)
+            return found
+
+        monkeypatch.setattr(blobs, "find_generations", frozen)
+        with pytest.raises(ServerError, match="its claim ended before"):
+            await one.collect()
+        await two.add(0)
+        assert await two.has(0)
+
+
+@pytest.mark.sql
+async def test_claim_that_expired_in_the_queue_is_not_used(opened):
+    """One statement claims a page. If the store is slow, a claim ends before its blob's turn."""
+    async with opened(soft_limit_bytes=1) as one, opened() as two:
+        await one.add(0)
+        await one.add(1)
+        await one.evict()
+        order = sorted(range(2), key=lambda number: Digest.of(one.blob(number, 10_000)).sha256)
+        go_on, under_way = await one.begin_deletion()
+        one.clock.turn(10 * 60)
+        await two.add(order[1])
+        go_on.set()
+        await under_way
+        assert await two.has(order[1])
