@@ -8,7 +8,7 @@ Other hosts get the same schedule without measuring.
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -137,8 +137,8 @@ def tune(
 
     with executor(task.target, method=method or Method()) as pool:
 
-        def measure(configuration: Configuration) -> Finding:
-            (measured,) = pool.compare([space.named(configuration)])
-            return measured.within(space)
+        def measure(configurations: Sequence[Configuration]) -> list[Finding]:
+            compared = pool.compare([space.named(each) for each in configurations])
+            return [each.within(space) for each in compared]
 
         return memory.schedule(problem, space, in_turn, measure=measure, confirm=True, fit=fit)

@@ -85,9 +85,9 @@ def search(
     """Search for a fast configuration.
 
     A single measurement may be off, and the cheapest of many probably is. The finalists' round
-    therefore measures the best few again, including known ones, interleaved and without other load.
-    Only this round decides. If all finalists fail, the next few are measured. With one worker,
-    equal seeds and costs give equal searches.
+    therefore measures the best few again, including known ones, in turns and without other load,
+    until one is proven the cheapest. Only this round decides. If all finalists fail, the next few
+    are measured. With one worker, equal seeds and costs give equal searches.
 
     Args:
         searcher: chooses configurations; may know trials already.

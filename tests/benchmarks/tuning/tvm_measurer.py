@@ -4,17 +4,15 @@
 
 Each line of standard input is a list of configurations as JSON, each line of standard output the
 list of their measurements. A single configuration is measured as in a search. Several are
-finalists: they are measured in turns, in a new process and more thoroughly.
+finalists: they are compared in turns, in a new process.
 """
 
 import json
 import sys
 
-from graphstash.tuning.measuring import Measurement, Method, Pool
+from graphstash.tuning.measuring import Measurement, Pool
 from graphstash.tuning.space import Value
 from graphstash.tuning.targets.tvm_gemm import TvmGemm
-
-THOROUGH = Method(samples=25)
 
 
 def main() -> None:
@@ -29,8 +27,7 @@ def measured(pool: Pool, configurations: list[dict[str, Value]]) -> list[Measure
     if len(configurations) == 1:
         pool.submit(configurations[0])
         return pool.results()
-    with Pool(pool.target, method=THOROUGH) as alone:
-        return alone.compare(configurations)
+    return pool.compare(configurations)
 
 
 if __name__ == "__main__":

@@ -128,6 +128,7 @@ def test_malformed_measurement_is_refused(change, message):
         lambda: Budget(seconds=math.nan),
         lambda: Method(samples=0),
         lambda: Method(samples=1001),
+        lambda: Method(final_samples=0),
         lambda: Method(samples=1.5),
         lambda: Method(timeout_seconds=math.inf),
         lambda: Method(trial_seconds=0),
@@ -369,9 +370,9 @@ def test_finalists_are_measured_in_turns(tmp_path):
     configurations = [{"x": x, "log": str(log)} for x in (3, 1, 2)]
     with Pool(costing(trials.logged_cost), method=unhurried(samples=4)) as pool:
         found = pool.compare(configurations)
-    assert [(each.cost, each.count) for each in found] == [(3, 4), (1, 4), (2, 4)]
+    assert [(each.cost, each.count) for each in found] == [(3, 8), (1, 8), (2, 8)]
     order = [line.split()[0] for line in log.read_text().splitlines()[::2]]
-    assert "".join(order) == "312" + "312" + "213" + "312" + "213"  # the warm-up first
+    assert "".join(order) == "312" + 4 * "312213"  # the warm-up first
 
 
 def test_failing_finalists_are_left_out_of_the_comparison(pool):

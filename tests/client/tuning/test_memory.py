@@ -15,7 +15,7 @@ from graphstash._compile.stats import Counters
 from graphstash._executor import BoundedExecutor
 from graphstash.tuning.memory import journal
 from graphstash.tuning.memory.findings import Finding, merged
-from graphstash.tuning.memory.journal import Journal
+from graphstash.tuning.memory.journal import Journal, in_turns
 from graphstash.tuning.memory.problem import Problem
 from graphstash.tuning.memory.team import TeamMemory
 from graphstash.tuning.space import MAX_COST
@@ -197,7 +197,7 @@ class Host:
                 search.publish(self.measure(configuration))
 
     def schedule(self):
-        found = self.memory.schedule(PROBLEM, SPACE, self.tune, measure=self.measure)
+        found = self.memory.schedule(PROBLEM, SPACE, self.tune, measure=in_turns(self.measure))
         assert self.cache.publisher.drain(30)
         return found
 
@@ -314,7 +314,9 @@ def hints(memories):
             begun.extend(search.hints)
             first.tune(search)
 
-        found = first.memory.schedule(PROBLEM, SPACE, tune, measure=first.measure, fit=fit)
+        found = first.memory.schedule(
+            PROBLEM, SPACE, tune, measure=in_turns(first.measure), fit=fit
+        )
         assert first.cache.publisher.drain(30)
         assert found.configuration == (32,)
         assert first.fallbacks == {}
@@ -424,11 +426,22 @@ def test_stored_schedule_is_found_without_search_or_wait(memories):
     assert second.memory.find(PROBLEM, SPACE) is None
 
 
+def test_comparison_decides_and_not_a_lucky_cost_of_the_search(monkeypatch):
+    monkeypatch.setattr(journal, "_BATCH_SECONDS", 3600)  # there is no cache
+    costs = {(8,): 1.05, (16,): 1.0}
+    own = Journal(None, PROBLEM, SPACE, in_turns(lambda each: Finding(each, costs[each], count=1)))
+    for configuration, lucky in (((8,), 0.9), ((16,), 0.98)):
+        own.add(Finding(configuration, lucky, spread=0.2, count=5))
+    found = own.best({}, confirm=True)
+    assert [(each.configuration, each.cost) for each in found] == [((16,), 1.0), ((8,), 1.05)]
+    assert own.own()[(8,)].cost == 1.05  # the measurement with the most samples
+
+
 def test_near_ties_are_measured_again(memories, monkeypatch):
     monkeypatch.setitem(COSTS, (64,), 1.001e-3)
     host = memories("host")
     host.schedule()
-    assert host.measured.count((32,)) == host.measured.count((64,)) == 4
+    assert host.measured.count((32,)) == host.measured.count((64,)) == 1 + 7  # proves a difference
     assert host.measured.count((8,)) == 1
 
 
@@ -451,12 +464,12 @@ def remembered(memories):
             raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            first.memory.schedule(PROBLEM, space, measure_some, measure=first.measure)
+            first.memory.schedule(PROBLEM, space, measure_some, measure=in_turns(first.measure))
         assert first.cache.publisher.drain(30)
         assert first.fallbacks == {}
         known = {}
         second.memory.schedule(
-            PROBLEM, space, lambda turn: known.update(turn.known), measure=first.measure
+            PROBLEM, space, lambda turn: known.update(turn.known), measure=in_turns(first.measure)
         )
         assert second.cache.publisher.drain(30)
         return len(known)

@@ -78,7 +78,7 @@ def test_search_finds_the_best_despite_failures():
     result = run(measurements=60)
     assert result.ended == "measurements"
     assert result.best == (37,)
-    assert result.measurement == Measurement({"x": 37}, 1.0, 0.0, 5, None)
+    assert result.measurement == Measurement({"x": 37}, 1.0, 0.0, 9, None)
     assert {each.failure for each in result.measurements} == {None, "run", "cost"}
     assert result.seconds > 0
 
@@ -100,7 +100,8 @@ def test_search_publishes_every_measurement_and_ends_when_space_is_exhausted():
     assert result.ended == "exhausted"
     assert sorted(asked(result)) == list(range(8))
     assert published == result.measurements
-    assert {each.count for each in published if each.failure is None} == {2}
+    searched = published[:8]
+    assert {each.count for each in searched if each.failure is None} == {2}
 
 
 def test_search_ends_at_its_deadline():

@@ -163,8 +163,8 @@ def test_finalist_that_fails_in_final_round_or_recheck_is_not_chosen(
     monkeypatch.setattr(journal, "_BATCH_SECONDS", 3600)  # there is no cache
     fails = Finding((1,), None, failure=failure)
 
-    def measure(configuration):
-        return LATER if has_failed or configuration == (2,) else fails
+    def measure(configurations):
+        return [LATER if has_failed or each == (2,) else fails for each in configurations]
 
     own = Journal(None, PROBLEM, wrong_kernels.SPACE, measure)
     for each in (Finding((1,), 1.0, count=5), LATER, *[fails] * has_failed):

@@ -115,11 +115,15 @@ def tuned(
     setattr(journal, "_BATCH_COUNT", batch)  # noqa: B010 - mypy refuses the assignment
     setattr(journal, "_BATCH_SECONDS", batch_seconds)  # noqa: B010 - as above
     memory = TeamMemory(cache, ranks=ranks_of_job)
-    schedule = memory.schedule(problem, SPACE, kernel.climb, measure=kernel.measure)
+    schedule = memory.schedule(
+        problem, SPACE, kernel.climb, measure=journal.in_turns(kernel.measure)
+    )
     for _ in range(reject):
         assert schedule is not None
         memory.reject(schedule, "it does not compile")
-        schedule = memory.schedule(problem, SPACE, kernel.climb, measure=kernel.measure)
+        schedule = memory.schedule(
+            problem, SPACE, kernel.climb, measure=journal.in_turns(kernel.measure)
+        )
     assert schedule is not None
     if ranks:
         dist.barrier()

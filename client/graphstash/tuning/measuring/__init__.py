@@ -2,7 +2,8 @@
 
     target        the kernel to tune: builds, checks and runs one configuration
     measurement   the result for a configuration; how thoroughly to measure; a budget
-    sampling      checks, warm-up, calibration and interleaved samples, in a measuring process
+    sampling      checks, warm-up, calibration and samples, in a measuring process
+    race          finds the cheapest of a few configurations with few samples, under noise
     outputs       arrays that show what a kernel left out or overran
     worker        the program of a measuring process
     guard         the program around it: ends every process that a trial starts

@@ -13,7 +13,7 @@ from typing_extensions import TypeVar
 from graphstash.tuning.search.base import Trial
 from graphstash.tuning.space import MAX_COST, Configuration, SearchSpace, Value
 
-__all__ = ["FAILURES", "FIELDS", "Budget", "Measurement", "Method", "named_values"]
+__all__ = ["FAILURES", "FIELDS", "MAX_SAMPLES", "Budget", "Measurement", "Method", "named_values"]
 
 C = TypeVar("C", default=dict[str, Value])
 
@@ -31,7 +31,9 @@ FAILURES: Final = {
 }
 """Failures of a configuration, and their meanings."""
 
-_MAX_SAMPLES: Final = 1000
+MAX_SAMPLES: Final = 1000
+"""Maximum samples of one configuration."""
+
 _MAX_COUNT: Final = 10**6
 _FAILURE: Final = re.compile(r"[a-z][a-z0-9_-]{0,31}")
 
@@ -169,7 +171,9 @@ class Method:
     """How thoroughly a configuration is measured.
 
     Attributes:
-        samples: number of samples of a configuration, from 1 to 1000.
+        samples: number of samples of a configuration, from 1 to 1000. Of finalists, the minimum.
+        final_samples: maximum number of samples of each finalist, on average, from 1 to 1000. They
+            are compared until one of them is proven the cheapest, or this many are taken.
         sample_seconds: minimum seconds of a sample; a sample calls a quick kernel repeatedly.
         trial_seconds: seconds of a configuration's warm-up and samples after which it gets no
             further sample, except the first. The exact cost of a slow configuration does not
@@ -181,14 +185,16 @@ class Method:
     """
 
     samples: int = 5
+    final_samples: int = 100
     sample_seconds: float = 0.002
     trial_seconds: float = 0.5
     timeout_seconds: float = 10.0
     memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if not (_is_count(self.samples) and self.samples <= _MAX_SAMPLES):
-            raise ValueError(f"samples must be from 1 to {_MAX_SAMPLES} (got {self.samples})")
+        for name in ("samples", "final_samples"):
+            if not (_is_count(count := getattr(self, name)) and count <= MAX_SAMPLES):
+                raise ValueError(f"{name} must be from 1 to {MAX_SAMPLES} (got {count})")
         for name in ("sample_seconds", "trial_seconds", "timeout_seconds"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be a finite number above 0")

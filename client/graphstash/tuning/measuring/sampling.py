@@ -1,13 +1,11 @@
 """Take samples of built kernels, in a measuring process.
 
-    check       compare the results of the first two runs with the reference result. The second run
-                detects a kernel that writes into its inputs
-    warm-up     run once more, to fill caches, map pages and raise clocks. If the kernel has failed
-                by now, renew the inputs, which it may have corrupted
-    samples     take one sample of each kernel per round; reverse the order after each round
-    check       once more, with other inputs, to detect a kernel that repeats its first result
-
-In rounds, changing load affects all kernels alike.
+check       compare the results of the first two runs with the reference result. The second run
+            detects a kernel that writes into its inputs
+warm-up     run once more, to fill caches, map pages and raise clocks. If the kernel has failed
+            by now, renew the inputs, which it may have corrupted
+samples     take one sample of each kernel per round. Several kernels race: see `race`
+check       once more, with other inputs, to detect a kernel that repeats its first result
 """
 
 import gc
@@ -16,11 +14,15 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from numbers import Real
+from reprlib import repr as short
 from time import perf_counter
 from typing import Final
 
-from graphstash.tuning.measuring.measurement import Method
+from graphstash.tuning.measuring.measurement import MAX_SAMPLES, Method
+from graphstash.tuning.measuring.race import Race
 from graphstash.tuning.measuring.target import Kernel, Target
+from graphstash.tuning.space import MAX_COST
 
 __all__ = ["Built", "ending_forks", "take_samples"]
 
@@ -54,7 +56,7 @@ class Built:
         kernel: the built kernel; None before the build and after a failure.
         failure: see `measurement.FAILURES`.
         reason: description of the failure.
-        samples: values that `Target.cost` returned, unchecked.
+        samples: costs, corrected for load if several kernels raced.
         calls: number of calls per sample.
         seconds: seconds of the warm-up and the samples so far.
     """
@@ -62,7 +64,7 @@ class Built:
     kernel: Kernel | None = None
     failure: str | None = None
     reason: str = ""
-    samples: list[object] = field(default_factory=list)
+    samples: list[float] = field(default_factory=list)
     calls: int = 1
     seconds: float = 0.0
 
@@ -94,18 +96,34 @@ def take_samples(
         if each.kernel is not None:
             begin()
             _begin(target, each, method)
-    order = list(built)
-    for _ in range(method.samples):
-        for each in order:
-            is_due = not each.samples or each.seconds < method.trial_seconds
-            if each.kernel is not None and is_due:
-                begin()
-                _sample(target, each)
-        order.reverse()
+    _race(target, [each for each in built if each.kernel is not None], method, begin)
     for each in built:
         if each.kernel is not None:
             begin()
             _check(target, each, renew=target.renew)
+
+
+def _race(
+    target: Target, runners: Sequence[Built], method: Method, begin: Callable[[], None]
+) -> None:
+    race = Race(len(runners))
+    left = method.final_samples * len(runners)
+    while race.running and (
+        race.rounds < method.samples
+        or (1 < len(race.running) <= left and race.rounds < MAX_SAMPLES)
+    ):
+        costs: dict[int, float | None] = {}
+        for number in race.running:
+            begin()
+            costs[number] = _sample(target, runners[number])
+        left -= len(costs)
+        race.end_round(costs)
+        for number in list(race.running):
+            if runners[number].seconds >= method.trial_seconds:
+                race.stop(number)
+    for number, each in enumerate(runners):
+        if each.kernel is not None:
+            each.samples = race.costs(number)
 
 
 def _begin(target: Target, built: Built, method: Method) -> None:
@@ -143,7 +161,8 @@ def _warm_up(target: Target, built: Built, method: Method) -> None:
     built.seconds = seconds
 
 
-def _sample(target: Target, built: Built) -> None:
+def _sample(target: Target, built: Built) -> float | None:
+    """Return the cost of a kernel, or None after a failure."""
     kernel = built.kernel
     assert kernel is not None  # noqa: S101 - for mypy
     started = perf_counter()
@@ -152,5 +171,20 @@ def _sample(target: Target, built: Built) -> None:
         sample = built.attempt("run", lambda: target.cost(kernel, built.calls))
     finally:
         gc.enable()
-    built.samples.append(sample)
     built.seconds += perf_counter() - started
+    if built.failure is not None:
+        return None
+    if 0 < (cost := _number(sample)) <= MAX_COST:
+        return cost
+    built.fail("cost", f"a sample costs {short(sample)}")
+    return None
+
+
+def _number(value: object) -> float:
+    """Convert a number of any library; NaN for other values."""
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf

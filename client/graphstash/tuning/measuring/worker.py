@@ -18,7 +18,6 @@ detects that a trial writes to the socket.
 import contextlib
 import ctypes
 import json
-import math
 import multiprocessing.spawn
 import os
 import pickle
@@ -26,9 +25,7 @@ import resource
 import signal
 import socket
 from functools import partial
-from numbers import Real
 from pathlib import Path
-from reprlib import repr as short
 from typing import Any, Final
 
 from graphstash.tuning.measuring.measurement import Method
@@ -115,26 +112,11 @@ def _measure(
 
 
 def _result(trial: Built) -> dict[str, Any]:
-    # Other values than numbers become null, which the search counts as failure "cost".
-    samples = [_plain(each) for each in trial.samples]
-    reason = trial.reason
-    if not reason and None in samples:
-        reason = f"a sample costs {short(trial.samples[samples.index(None)])}"
     return {
-        "samples": [] if trial.failure else samples,
+        "samples": [] if trial.failure else trial.samples,
         "failure": trial.failure,
-        "reason": _brief(reason),
+        "reason": _brief(trial.reason),
     }
-
-
-def _plain(sample: object) -> float | None:
-    """Convert a number of any library to a float; None for other values."""
-    if not isinstance(sample, Real) or isinstance(sample, bool):
-        return None
-    try:
-        return float(sample)
-    except OverflowError:
-        return math.inf
 
 
 def _brief(reason: str) -> str:

@@ -117,7 +117,8 @@ def merged(batches: Iterable[Sequence[Finding]]) -> dict[Configuration, Finding]
     """Merge the measurements of all hosts, by configuration.
 
     Each host counts once, so a host that measures often cannot outvote the others: the cost is the
-    median of the hosts' costs, and a host's cost is the median of its measurements.
+    median of the hosts' costs. A host's cost is that of its measurement with the most samples, such
+    as the one of a finalists' round, or the median of several such.
     The spread is the median of all spreads, or the interquartile range of the hosts' costs if that
     is larger. A configuration that works on any host works: a failure may be specific to a host. A
     configuration with a wrong result on any host is wrong: other hosts may have been lucky.
@@ -137,16 +138,21 @@ def _one(found: Sequence[Finding]) -> Finding:
         count=min(sum(each.count for each in working), _MAX_COUNT),
         hosts=frozenset().union(*(each.hosts for each in working)),
     )
-    by_host: defaultdict[frozenset[str], list[float]] = defaultdict(list)
+    by_host: defaultdict[frozenset[str], list[Finding]] = defaultdict(list)
     for each in working:
         if each.cost is not None:
-            by_host[each.hosts].append(each.cost)
+            by_host[each.hosts].append(each)
     if len(working) == 1 or not by_host:
         return together
-    costs = [median(of_host) for of_host in by_host.values()]
+    costs = [_cost_of_host(of_host) for of_host in by_host.values()]
     low, _, high = quantiles(costs, n=4, method="inclusive") if len(costs) > 1 else costs * 3
     spread = max(median(each.spread for each in working), high - low)
     return replace(together, cost=median(costs), spread=spread)
+
+
+def _cost_of_host(found: Sequence[Finding]) -> float:
+    most = max(each.count for each in found)
+    return median(each.cost for each in found if each.count == most and each.cost is not None)
 
 
 def _parsed(payload: bytes) -> dict[str, Any]:

@@ -10,6 +10,8 @@ import math
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from statistics import median
 from time import monotonic
 from typing import Any, Final, TypeAlias
 
@@ -17,6 +19,7 @@ from graphstash._compile.cache import CompileCache, PackOutcome
 from graphstash._compile.request import CompileRequest
 from graphstash.config import holder_name
 from graphstash.errors import CacheError, Reason
+from graphstash.tuning.measuring.race import Race
 from graphstash.tuning.memory.findings import (
     MAX_MEASUREMENTS,
     MAX_RECORD_BYTES,
@@ -29,7 +32,7 @@ from graphstash.tuning.space import Configuration, SearchSpace
 from graphstash_schema import ArtifactKey
 from graphstash_schema.explanation import SCHEDULE_PART, SPEEDUP_PART, described
 
-__all__ = ["MAX_BEST", "Journal", "Measure"]
+__all__ = ["MAX_BEST", "Journal", "Measure", "in_turns"]
 
 _log = logging.getLogger("graphstash")
 
@@ -59,15 +62,41 @@ _MAX_HOSTS: Final = 64
 """Maximum host names in an answer."""
 
 _MAX_FINALISTS: Final = 4
-_FINAL_ROUNDS: Final = 3
+_MAX_ROUNDS: Final = 12
+"""Maximum measurements of a finalist in turns; 7 to 9 of them can prove a difference."""
+
 _MIN_SPREAD: Final = 0.01
 """Costs within this share of the best cost count as equal and are measured again."""
 
 _MAX_COST_RATIO: Final = 4.0
 """Maximum credible ratio of a configuration's costs on equal hosts, under any load."""
 
-Measure: TypeAlias = Callable[[Configuration], Finding]
-"""Measures one configuration on this host."""
+Measure: TypeAlias = Callable[[Sequence[Configuration]], Sequence[Finding]]
+"""Measures configurations on this host; several of them in turns, so that their costs can be
+compared."""
+
+
+def in_turns(measure: Callable[[Configuration], Finding]) -> Measure:
+    """Return a function that measures several configurations in turns, until one is proven the
+    cheapest or each was measured `_MAX_ROUNDS` times. See `Race`.
+    """
+
+    def measured(configurations: Sequence[Configuration]) -> list[Finding]:
+        found: dict[int, Finding] = {}
+        race = Race(len(configurations))
+        while race.running and (
+            not race.rounds or (len(race.running) > 1 and race.rounds < _MAX_ROUNDS)
+        ):
+            for number in race.running:
+                found[number] = measure(configurations[number])
+            race.end_round({number: found[number].cost for number in race.running})
+        for number, each in found.items():
+            if each.cost is not None:
+                costs = race.costs(number)
+                found[number] = replace(each, cost=median(costs), count=len(costs))
+        return [found[number] for number in sorted(found)]
+
+    return measured
 
 
 class Journal:
@@ -223,7 +252,7 @@ class Journal:
         if start in self.own() or (peer is not None and peer.failure is not None):
             return
         try:
-            self.add(self._measure(start))
+            self._measure_here([start])
         except Exception:  # noqa: BLE001 - the search may have an answer, which must not be lost
             _log.debug("the default was not measured", exc_info=True)
 
@@ -233,8 +262,8 @@ class Journal:
         """Return this host's measurements of the best configurations, best first.
 
         Peers' costs are not trusted: in the order of these `claims`, measure the configurations
-        here until the best cost here is below the next one. Then measure nearly equal
-        configurations again, in turn. With `confirm`, measure the best configuration once more.
+        here until the best cost here is below the next one. Then compare those with nearly equal
+        costs. With `confirm`, measure the best configuration once more.
         """
         for claim in _ranked(claims)[:_MAX_CLAIMS]:
             own = self.own()
@@ -242,18 +271,27 @@ class Journal:
                 continue
             if (here := _ranked(own)) and _cost(here[0]) < _cost(claim):
                 break
-            self.add(self._measure(claim.configuration))
-        finalists = _finalists(_ranked(self.own()))
-        for _ in range(_FINAL_ROUNDS if len(finalists) > 1 else 0):
-            for each in finalists:
-                self.add(self._measure(each.configuration))
-        ranked = _ranked(self.own())
+            self._measure_here([claim.configuration])
+        finalists = [each.configuration for each in _finalists(_ranked(self.own()))]
+        compared = self._measure_here(finalists) if len(finalists) > 1 else {}
         confirmed: set[Configuration] = set()
-        while confirm and ranked and ranked[0].configuration not in confirmed:
+        while True:
+            own = self.own()
+            working = {key: each for key, each in compared.items() if own[key].cost is not None}
+            rest = [each for each in _ranked(own) if each.configuration not in working]
+            ranked = _ranked(working) + rest
+            if not (confirm and ranked) or ranked[0].configuration in confirmed:
+                return tuple(ranked[:MAX_BEST])
             confirmed.add(ranked[0].configuration)
-            self.add(self._measure(ranked[0].configuration))
-            ranked = _ranked(self.own())
-        return tuple(ranked[:MAX_BEST])
+            self._measure_here([ranked[0].configuration])
+
+    def _measure_here(
+        self, configurations: Sequence[Configuration]
+    ) -> dict[Configuration, Finding]:
+        found = self._measure(configurations)
+        for each in found:
+            self.add(each)
+        return {each.configuration: each for each in found}
 
     def is_misled(self, best: Sequence[Finding]) -> bool:
         """Return whether to repeat a search that skipped configurations because of peers.

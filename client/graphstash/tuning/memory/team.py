@@ -137,8 +137,8 @@ class TeamMemory:
             space: the allowed configurations; the schedule is always in it.
             tune: searches. After an exception, which propagates, the next host may search. Called a
                 second time, without peers' measurements, if these do not hold here.
-            measure: measures finalists with nearly equal costs, and configurations that only other
-                hosts measured.
+            measure: compares finalists with nearly equal costs, and measures configurations that
+                only other hosts measured.
             confirm: whether to measure the best configuration once more before publication. If it
                 fails, the next best is confirmed.
             fit: see `Fit`. Default: accepts configurations of the space.

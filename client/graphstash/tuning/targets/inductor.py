@@ -28,6 +28,7 @@ from torch._inductor import config, select_algorithm
 
 from graphstash.hooks.patching import Patches
 from graphstash.tuning.memory.findings import Finding
+from graphstash.tuning.memory.journal import in_turns
 from graphstash.tuning.memory.process import record_failure, team_memory
 from graphstash.tuning.memory.team import Schedule, Search, TeamMemory
 from graphstash.tuning.space import MAX_COST, Configuration
@@ -175,7 +176,9 @@ def _answer(
     def measure(configuration: Configuration) -> Finding:
         return _finding(configuration, measure_by_torch(space.thing(configuration)))
 
-    while (schedule := memory.schedule(problem, space, tune, measure=measure)) is not None:
+    while (
+        schedule := memory.schedule(problem, space, tune, measure=in_turns(measure))
+    ) is not None:
         choice = space.thing(schedule.configuration)
         if schedule.was_searched or _compiles(choice, memory, schedule):
             return {choice: (schedule.best[0].cost or 0.0) / _MILLISECONDS}

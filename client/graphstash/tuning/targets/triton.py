@@ -25,6 +25,7 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from graphstash.tuning.memory.findings import Finding
+from graphstash.tuning.memory.journal import in_turns
 from graphstash.tuning.memory.problem import Problem, word
 from graphstash.tuning.memory.process import record_failure, team_memory
 from graphstash.tuning.memory.team import Schedule, Search, TeamMemory
@@ -160,7 +161,7 @@ class TeamAutotuner(Autotuner):  # type: ignore[misc] # Triton ships no types
             self.bench_time = time() - started
 
         try:
-            schedule = memory.schedule(problem, space, tune, measure=measure)
+            schedule = memory.schedule(problem, space, tune, measure=in_turns(measure))
         except Exception as error:
             if error in kernel_errors:
                 raise
