@@ -8,9 +8,21 @@
             descend -log pi(a | s) * A  and  (r + discount * V(s') - V(s))^2, V(s') a constant
 
 (Zhang et al., "Compiler-Level Matrix Multiplication Optimization for Deep Learning", arXiv
-1909.10616, 2019.) Illegal moves are masked before the softmax, so the policy never chooses them.
-Rewards are logarithms, so they do not depend on the unit of costs. If the walks find no unvisited
-state, the batch consists of random unvisited states.
+1909.10616, 2019.) Walks of three moves, epsilon 0.1, batches of six, one update per batch, 128
+hidden units and Adam's 0.001 are those of NNI (microsoft/nni, examples/trials/systems_auto_tuning/
+opevo), which has the loop above. The paper's text was not available: whether these are its numbers,
+and whether it changes epsilon or the length of walks during a search, is not verified. Differences
+from NNI:
+
+* The reward is the logarithm of speed, which does not depend on its unit; a failure gets 1 less
+  than the lowest reward so far. In NNI, the reward is the speed, and 0 for a failure.
+* NNI descends log pi(a | s) * A, which makes good moves less likely, and through A as well.
+* Illegal moves are masked before the softmax and never drawn at random. In NNI, they are drawn, and
+  the walk stays where it is.
+* A full batch ends a walk. NNI completes the walk, so its batch may have two states more.
+* The hidden layer is tanh of features from -1 to 1. NNI: ReLU of factor / length - 0.5.
+* The search begins with random states, not with the untiled one. If the walks find no unvisited
+  state, the batch consists of random unvisited states. NNI walks forever.
 """
 
 from collections.abc import Sequence
