@@ -25,7 +25,7 @@ import httpx
 import hypothesis
 import pytest
 
-from support import starts
+from support import shared_zygotes, starts
 from support.emulators import Azurite, FakeGcs
 from support.jobs import Jobs
 from support.moto import CREDENTIALS, Moto
@@ -37,6 +37,10 @@ _numbers = itertools.count()
 
 _UMASK = os.umask(0o022)
 os.umask(_UMASK)
+
+_ZYGOTES = pytest.StashKey[dict[str, object]]()
+_IMPORTED_BY_WORKERS = ("torch", "torch._dynamo")
+"""Modules that every worker of a whole run imports. No plugin of pytest imports them."""
 
 _SECONDS = "graphstash/seconds_of_groups"
 _seconds_of_groups: Counter[str] = Counter()
@@ -62,9 +66,6 @@ os.environ.setdefault("UV_CACHE_DIR", str(_CACHE / "uv"))
 # Otherwise Hugging Face's Trainer and Accelerate choose the XLA device of .venv. Both read the
 # variable once, at import, and pytorch_optimizer imports them.
 os.environ["USE_TORCH_XLA"] = "0"
-
-
-starts.install()
 
 # httpx loads all certificate authorities for each client: 20 ms of CPU, thousands of times. The
 # product creates contexts of its own.
@@ -98,6 +99,9 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     if not hasattr(config, "workerinput"):  # workers inherit the directory
         _make_temporary_directory(config)
+    starts.install()
+    if zygotes := getattr(config, "workerinput", {}).get("zygotes"):
+        shared_zygotes.use(zygotes)
     # A shell starts background commands with SIGINT ignored. Every process that a test starts would
     # inherit this, and no test could interrupt a job.
     if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
@@ -210,6 +214,19 @@ def _timeouts_of_groups(items):
         for mark in item.iter_markers("timeout"):
             timeouts[_group_of(item.nodeid)] += mark.args[0]
     return timeouts
+
+
+def pytest_xdist_setupnodes(config):
+    """Let the workers share what takes long to import, unless coverage measures each import."""
+    if not config.getoption("cov_source", None):
+        is_whole = config.args_source is not pytest.Config.ArgsSource.ARGS
+        zygotes = shared_zygotes.SharedZygotes(*(_IMPORTED_BY_WORKERS if is_whole else ()))
+        config.add_cleanup(zygotes.close)
+        config.stash[_ZYGOTES] = zygotes.shown
+
+
+def pytest_configure_node(node):
+    node.workerinput["zygotes"] = node.config.stash.get(_ZYGOTES, {})
 
 
 def pytest_xdist_make_scheduler(config, log):

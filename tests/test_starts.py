@@ -1,5 +1,6 @@
 """Tests fork servers and commands. A forked process ends and prints as a started one."""
 
+import inspect
 import os
 import signal
 import subprocess
@@ -91,3 +92,53 @@ def test_forked_command_leads_a_session_and_is_killed_by_a_signal(tmp_path):
         os.killpg(process.pid, signal.SIGKILL)
         assert process.wait(60) == -signal.SIGKILL
         assert process.poll() == -signal.SIGKILL
+
+
+WORKER = """
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from support import shared_zygotes, starts
+
+starts.install()
+shared_zygotes.use(SHOWN)
+process = subprocess.Popen([sys.executable, "-m", "graphstash", "serve"], stdout=subprocess.PIPE)
+zygote = parent_of(parent_of(process.pid))
+process.kill()
+process.wait()
+print(zygote, "colorsys" in sys.modules, flush=True)
+"""
+
+WORKERS = """
+import subprocess
+import sys
+
+from execnet.gateway_io import popen_bootstrapline
+
+from support import starts
+from support.shared_zygotes import SharedZygotes
+
+starts.install()
+zygotes = SharedZygotes("colorsys")
+pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+for _ in range(2):
+    with subprocess.Popen([sys.executable, "-u", "-c", popen_bootstrapline], **pipes) as worker:
+        code = sys.argv[1].replace("SHOWN", repr(zygotes.shown))
+        print(worker.communicate(f"{code!r}\\n".encode())[0].decode(), end="")
+zygotes.close()
+"""
+
+
+def test_workers_are_forked_and_share_the_zygotes_that_they_need():
+    worker = inspect.getsource(parent_of) + WORKER
+    done = captured(
+        [sys.executable, "-c", WORKERS, worker],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
+        check=True,
+    )
+    one, other = done.stdout.splitlines()
+    assert one == other
+    assert one.split()[1] == "True"
+    assert not is_running(int(one.split()[0]))

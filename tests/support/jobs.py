@@ -54,9 +54,9 @@ _IMPORTED = {
     "helion": ("helion", "helion.language", "jax", "torch"),
     "tuning": ("numpy", "graphstash._process.session", "graphstash.tuning.task"),
 }
-"""Modules that a zygote imports before it forks jobs, by name of the zygote."""
+"""Modules of a compiler or of another kind of job, by name of the zygote."""
 
-_READ_BY_IMPORTS = {
+READ_BY_IMPORTS = {
     "PJRT_DEVICE": "CPU",
     "JAX_PLATFORMS": "cpu",
     # Otherwise torch 2.7 starts three processes that import torch, in every job.
@@ -128,11 +128,27 @@ def until_step(step: int, losses: Path, job: Running) -> None:
     until(lambda: max(losses_of(losses), default=0) >= step or job.ended(), seconds=SECONDS)
 
 
+SHARED = ("torch_xla", "torch", "inductor", "jax", "triton", "backup", "tuning")
+"""Names of the zygotes that workers may share."""
+
+_shared: dict[tuple[str, ...], Zygote] = {}
+
+
+def imported_by(name: str) -> tuple[str, ...]:
+    """Return the modules that a zygote imports before it forks jobs."""
+    return "graphstash._http.connections", *_IMPORTED[name]  # the former as in every job
+
+
+def use_shared(zygotes: Mapping[str, Zygote]) -> None:
+    """Let the zygotes with these names fork the jobs of the tests' own Python."""
+    _shared.update({imported_by(name): zygote for name, zygote in zygotes.items()})
+
+
 class Jobs:
     """Starts jobs. A zygote starts when a job first needs it, and stays."""
 
     def __init__(self) -> None:
-        self._zygotes: dict[tuple[str, str], Zygote] = {}
+        self._zygotes: dict[tuple[str, tuple[str, ...]], Zygote] = {}
 
     def close(self) -> None:
         for zygote in self._zygotes.values():
@@ -201,11 +217,11 @@ class Jobs:
         return Running(report, stats, errors, process)
 
     def _zygote(self, name: str, environment: str) -> Zygote:
-        if (name, environment) not in self._zygotes:
-            self._zygotes[name, environment] = Zygote(
-                python_of(environment),
-                "graphstash._http.connections",  # as in every job
-                *_IMPORTED[name],
-                environment=os.environ | _READ_BY_IMPORTS,
+        imported = imported_by(name)
+        if not environment and imported in _shared:
+            return _shared[imported]
+        if (environment, imported) not in self._zygotes:
+            self._zygotes[environment, imported] = Zygote(
+                python_of(environment), *imported, environment=os.environ | READ_BY_IMPORTS
             )
-        return self._zygotes[name, environment]
+        return self._zygotes[environment, imported]

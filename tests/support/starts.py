@@ -7,7 +7,7 @@ still starts from scratch if its imports could differ: if it has other environme
 the zygote (except those of `_READ_LATER`), other limits, another user, other signals, or options of
 `Popen` such as `preexec_fn`. The script `graphstash` and all other commands also start from
 scratch, for the tests of packages, pages and clocks. `fork_with` adds the Python of an earlier
-release.
+release, and `fork_command` one command line. `use_shared` takes the zygote that all workers share.
 """
 
 import inspect
@@ -21,15 +21,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Popen", "Zygote", "close", "fork_with", "install"]
-
 _ZYGOTE = Path(__file__).with_name("zygote.py")
-_COMMANDS = (
+COMMANDS = (
     *("graphstash._http.connections", "graphstash._cli.main"),
     *("graphstash_server.serving.workers", "uvicorn.lifespan.on"),
     *("graphstash_server.context", "aiosqlite", "alembic.command", "alembic.script", "uvloop"),
-    "pydantic_settings",
+    *("platformdirs.unix", "pydantic_settings"),
 )
+"""Modules that the zygote of the commands imports."""
+
 _READ_LATER = re.compile(
     "_?GRAPHSTASH_|XDG_|AWS_|OTEL_(?!PROPAGATORS|PYTHON_)|PYTEST_|(COLUMNS|NO_COLOR|PYTHONUNBUFFERED)$"
 )
@@ -40,10 +40,13 @@ _INHERITED = re.compile(r"^(?:Uid|Gid|Groups|SigBlk|SigIgn|CapEff|Cpus_allowed):
 _environment: dict[str, str] = {}
 """Variables that the imports of the command zygotes may read."""
 
-_imported: dict[str, tuple[str, ...]] = {sys.executable: _COMMANDS}
+_imported: dict[str, tuple[str, ...]] = {sys.executable: COMMANDS}
 """For each Python whose commands are forked: the modules that its zygote imports."""
 
 _zygotes: dict[str, tuple["Zygote", tuple[str, list[str]]]] = {}
+
+_zygotes_of_commands: dict[tuple[str, ...], "Zygote"] = {}
+"""Zygotes of whole command lines."""
 
 _Popen: Any = subprocess.Popen  # typeshed lacks the methods that Popen overrides
 _signature = inspect.signature(_Popen._execute_child)
@@ -51,7 +54,7 @@ _signature = inspect.signature(_Popen._execute_child)
 
 def install() -> None:
     """Let `subprocess.Popen` fork commands of graphstash, with the present environment."""
-    _environment.update(_at_import(os.environ))
+    _environment.update(read_at_import(os.environ))
     subprocess.Popen = Popen  # type: ignore[misc] # a subclass
 
 
@@ -60,26 +63,56 @@ def fork_with(python: Path, *imported: str) -> None:
     _imported[str(python)] = imported
 
 
+def fork_command(command: Sequence[str], zygote: "Zygote") -> None:
+    """Let `zygote` fork every process with this command line."""
+    _zygotes_of_commands[tuple(command)] = zygote
+
+
+def use_shared(zygote: "Zygote", environment: Mapping[str, str]) -> None:
+    """Let a zygote with these variables fork the commands of this Python, if imports allow it."""
+    if environment == _environment:
+        _zygotes[sys.executable] = zygote, _inherited()
+
+
 def close() -> None:
-    """End the zygotes of commands that have started."""
+    """End the zygotes of commands that have started, and leave shared ones to their owner."""
     while _zygotes:
         _zygotes.popitem()[1][0].close()
+
+
+def start_zygote(
+    requests: socket.socket,
+    python: str | Path,
+    imported: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    pass_fds: Sequence[int] = (),
+) -> Any:
+    """Start a Python that imports modules and forks for the requests that arrive at a socket."""
+    return _Popen(
+        [python, _ZYGOTE, str(requests.fileno()), *imported],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=[requests.fileno(), *pass_fds],
+    )
 
 
 class Zygote:
     """A Python that has imported modules, and forks."""
 
     def __init__(
-        self, python: str | Path, *imported: str, environment: Mapping[str, str] = os.environ
+        self,
+        python: str | Path,
+        *imported: str,
+        environment: Mapping[str, str] = os.environ,
+        pass_fds: Sequence[int] = (),
     ) -> None:
+        """Start the process. It and its forks keep the descriptors of `pass_fds` open."""
         self._socket, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with there:
-            self._process = _Popen(
-                [python, _ZYGOTE, str(there.fileno()), *imported],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[there.fileno()],
+            self._process = start_zygote(
+                there, python, imported, environment=environment, pass_fds=pass_fds
             )
         if self._socket.recv(16) != b"ready":
             raise RuntimeError(f"the zygote of {python} for {imported} has ended")
@@ -90,12 +123,26 @@ class Zygote:
         with theirs:
             message = json.dumps(request).encode()
             socket.send_fds(self._socket, [message], [theirs.fileno(), *streams])
-        return int(answers.recv(32)), answers
+        if not (pid := answers.recv(32)):
+            raise RuntimeError(f"the zygote has ended, which was to fork {request['argv']}")
+        return int(pid), answers
 
     def close(self) -> None:
         self._socket.shutdown(socket.SHUT_RDWR)  # forks of this process may share it
         self._socket.close()
         self._process.wait(30)
+
+
+class SharedZygote(Zygote):
+    """A zygote that another process owns."""
+
+    def __init__(self, descriptor: int) -> None:
+        """Take the inherited descriptor of the socket for its requests."""
+        self._socket = socket.socket(fileno=descriptor)
+
+    def close(self) -> None:
+        """Close this process's descriptor. The owner ends the zygote."""
+        self._socket.close()
 
 
 class Popen(_Popen):  # type: ignore[misc] # see above
@@ -117,7 +164,8 @@ class Popen(_Popen):  # type: ignore[misc] # see above
 
     def _execute_child(self, *arguments: Any) -> None:
         given = _signature.bind(self, *arguments).arguments
-        zygote = self._zygote or _zygote_of(given)
+        command = tuple(given["args"])
+        zygote = self._zygote or _zygotes_of_commands.get(command) or _zygote_of(given)
         if zygote is None:
             super()._execute_child(*arguments)
             return
@@ -127,7 +175,7 @@ class Popen(_Popen):  # type: ignore[misc] # see above
         ]
         streams = [n if own == -1 else own for n, own in enumerate((pipes[0], pipes[3], pipes[5]))]
         request = {
-            "argv": [os.fspath(each) for each in given["args"]][1:],
+            "argv": [os.fspath(each) for each in given["args"] if each != "-u"][1:],
             "environment": dict(os.environ if given["env"] is None else given["env"]),
             "folder": os.fspath(given["cwd"] or Path.cwd()),
             "umask": int(re.findall(r"Umask:\s+(\d+)", _own_status())[0], 8),
@@ -175,13 +223,13 @@ def _zygote_of(given: Mapping[str, Any]) -> Zygote | None:
         and (given["umask"], given["process_group"]) == (-1, -1)
     )
     env = os.environ if given["env"] is None else given["env"]
-    if not is_command or _at_import(env) != _environment:
+    if not is_command or read_at_import(env) != _environment:
         return None
     zygote, inherited = _commands(args[0])
     return zygote if inherited == _inherited() else None
 
 
-def _at_import(environment: Mapping[str, str]) -> dict[str, str]:
+def read_at_import(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that the imports may read."""
     return {name: v for name, v in environment.items() if not _READ_LATER.match(name)}
 

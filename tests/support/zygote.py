@@ -28,6 +28,7 @@ import socket
 import sys
 import time
 import traceback
+import types
 from typing import Any
 
 __all__: list[str] = []
@@ -175,7 +176,8 @@ if __name__ == "__main__":
     if not sys.flags.safe_path:
         sys.path[0] = asked["folder"]
     if sys.argv[0] == "-c":
-        exec(sys.argv.pop(1), {"__name__": "__main__"})  # a server whose modules the code changes
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(sys.argv.pop(1), vars(main))  # a server whose modules the code changes, or a worker
         sys.exit()
     del sys.argv[0]
     runpy._run_module_as_main(sys.argv[0])  # type: ignore[attr-defined] # as `python -m`
