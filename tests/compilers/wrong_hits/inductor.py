@@ -132,6 +132,20 @@ def replace(namespace, operation, key, other_key):
     return library
 """
 
+_WRAPPED = """
+import torch
+from torch._functorch import config
+
+config.enable_autograd_cache = config.enable_remote_autograd_cache = False
+torch.ops.higher_order.auto_functionalized_v2._cacheable = True  # as in torch 2.13
+
+library = torch.library.Library("pairs", "DEF")
+library.define("fill(Tensor x, Tensor(a!) y) -> Tensor", tags=(torch.Tag.TAG,))
+library._register_fake("fill", lambda x, y: torch.empty(FAKE))
+torch.compile(lambda x, y: torch.ops.pairs.fill(x, y).sin())(torch.ones(4), torch.ones(4))
+"""
+"""Inductor's graph wraps the operation. Without results of AOTAutograd, its key comes first."""
+
 _LATE = """
 import torch
 
@@ -311,6 +325,23 @@ _CODE = (
         """,
         '("x",)',
         '("x", "y")',
+    ),
+    pair(
+        "fake kernel of an operation that another one wraps",
+        _WRAPPED.replace("TAG", "needs_fixed_stride_order").replace("FAKE", "HERE"),
+    ),
+    pair(
+        "tag of an operation that another one wraps",
+        _WRAPPED.replace("TAG", "HERE").replace("FAKE", "4"),
+        "needs_fixed_stride_order",
+        "flexible_layout",
+    ),
+    pair(
+        "kernel of an operation that another one wraps",
+        _WRAPPED.replace("TAG", "flexible_layout")
+        .replace("torch.compile", "library.impl('fill', lambda x, y: x, 'CPU')\ntorch.compile")
+        .replace("FAKE", "4"),
+        reason="the CPU kernel of pairs::fill",
     ),
     pair("fake kernel of an operation without a class", _LATE, "zeros_like", "ones_like"),
     pair(

@@ -33,6 +33,7 @@ from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
 from torch.fx.node import _side_effectful_functions
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from graphstash.hooks.code import CodeDescriber, UndescribableError
 from graphstash.hooks.environment import version_of
@@ -416,6 +417,9 @@ def _node(
     """Describe the code and constants of a node that torch's key omits."""
     if node.op == "call_function":
         yield from _target(describer, node.target)
+        if not isinstance(node.target, OpOverload):
+            for each in tree_leaves((node.args, node.kwargs)):
+                yield from _argument(describer, each)
         if "kernel_idx" in node.kwargs:  # a Triton kernel in a table of this process
             numbers: dict[str, Any] = dict(node.kwargs)
             kernel = kernel_side_table.get_kernel(numbers["kernel_idx"])
@@ -441,6 +445,17 @@ def _target(describer: _Describer, target: Any) -> Iterator[str]:
         root = target.__module__.partition(".")[0]
         known = f"{root} {version_of(root)}" if root in _KNOWN_TO_TORCH else ""
         yield f"function {known or describer.registered(target)}"
+
+
+def _argument(describer: _Describer, value: Any) -> Iterator[str]:
+    """Describe what a higher-order operator gets, such as the operation that it wraps.
+
+    Inductor's graphs wrap an operation that changes its arguments in `auto_functionalized_v2`.
+    """
+    if isinstance(value, OpOverload | OpOverloadPacket | HigherOrderOperator | FunctionType):
+        yield from _target(describer, value)
+    elif callable(value) and not isinstance(value, Node) and not is_torchs(value):
+        yield f"argument {describer.registered(value)}"
 
 
 def _is_input(module: GraphModule, value: torch.Tensor) -> bool:
