@@ -56,8 +56,12 @@ class WarmRanks:
         for pipe in self._pipes:
             pipe.send_bytes(request)
 
-    def answers(self, *, killed: Sequence[int] = ()) -> list[Any]:
-        """Wait for the started case. Ranks in `killed` must end without an answer."""
+    def answers(self, *, killed: Sequence[int] = (), end_others: bool = False) -> list[Any]:
+        """Wait for the started case. Ranks in `killed` must end without an answer.
+
+        With `end_others`, each other rank ends after its answer, as in a job that fails. Otherwise,
+        its connections stay open, and a rank that waits for it waits for the timeout of the group.
+        """
         answers: dict[int, Any] = {}
         missing = dict(zip(self._pipes, range(self._world), strict=True))
         deadline = time.monotonic() + SECONDS
@@ -78,6 +82,8 @@ class WarmRanks:
                     self._fail(f"rank {rank}: {answer['error']}")
                 assert rank not in killed, f"rank {rank} was not killed"
                 answers[rank] = answer["value"]
+                if end_others:
+                    self._running[rank].kill()
         if killed:
             self.kill()
         return [answers[rank] for rank in sorted(answers)]

@@ -87,7 +87,7 @@ def test_process_that_ends_right_after_its_last_bucket_ends_well():
 def test_a_killed_rank_ends_all_others_with_an_error(jobs, tmp_path):
     with WarmRanks(jobs, tmp_path, 3) as ranks:
         ranks.begin("reduce:killed")
-        for message in ranks.answers(killed=[2]):
+        for message in ranks.answers(killed=[2], end_others=True):
             assert "onnection" in message or "peer" in message, message
 
 
