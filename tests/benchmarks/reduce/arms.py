@@ -13,7 +13,14 @@ colocated  the same with an aggregator beside each worker, on its link
 import torch
 from torch import distributed
 
-from benchmarks.reduce.cells import BLOCK, GLOO_HEADER, block_bytes, look_bytes, ring_bytes
+from benchmarks.reduce.cells import (
+    BLOCK,
+    GLOO_HEADER,
+    NUMBER,
+    block_bytes,
+    look_bytes,
+    ring_bytes,
+)
 from graphstash.training.reduce import AggregatedAllReduce, BlockSparseAllReduce
 from graphstash.training.reduce.aggregators.datagrams import OVERHEAD_BYTES
 from graphstash.training.reduce.ddp_hook import _DENSE_ABOVE as DENSE_ABOVE
@@ -24,9 +31,6 @@ AGGREGATED = ("dedicated", "colocated")
 
 DENSE_ONLY = ("look", "paused")
 """Arms that differ from `blocks` only if the union is dense, when the hook uses the fallback."""
-
-NUMBER = 4
-"""Bytes of a block's number in a datagram."""
 
 LOOKS = 1 / 65
 """Share of a dense bucket's steps in which the hook looks at it, after it has settled."""
@@ -106,11 +110,12 @@ def model_bytes(arm, cell):
     workers, size = cell.workers, cell.size
     ring = 2 * (workers - 1) / workers
     own, union = cell.own / cell.blocks, cell.union() / cell.blocks
+    agreed = min(ring * cell.blocks / 8, (workers - 1) * cell.own * NUMBER)
     return {
         "ring": ring * size,
         "paused": ring * size,
         "look": ring * (size + cell.blocks / 8),
-        "blocks": min(ring * union, (workers - 1) * own) * size + ring * cell.blocks / 8,
+        "blocks": min(ring * union, (workers - 1) * own) * size + agreed,
         "coo": (workers - 1) * cell.own * (4 * BLOCK + 8),
         "dedicated": max(own, union) * size,
         "colocated": (workers - 1) / workers * (own + union) * size,

@@ -10,7 +10,8 @@ OVERLAPS = ("none", "random", "full")
 
 SLOT = 4 * 1024**2
 SEGMENT = 1024**2
-CALL = 24
+OPENING = 16 * 1024
+MESSAGE = 4 * 1024
 NUMBER = 4
 GLOO_HEADER = 48
 """Bytes of gloo's messages for each send: the sender's notice, the receiver's, and the data's."""
@@ -91,32 +92,46 @@ def gather_bytes(size, workers):
     return pairs * size, 6 * GLOO_HEADER * pairs  # in two halves
 
 
+def agreement(cell):
+    """Return what a block-sparse all-reduce sends to agree on the call and the blocks.
+
+    That is the messages' bytes, whether all workers then have all numbers, and how many of its
+    blocks each worker has sent.
+    """
+    workers, numbers, bitmap = cell.workers, cell.own * NUMBER, -(-cell.blocks // 8)
+    capacity = OPENING // workers // 16 * 16
+    opening = gather_bytes(capacity, workers)
+    if 16 + numbers <= capacity:
+        fits = aligned(16 + numbers) + cell.own * 4 * BLOCK <= capacity
+        return [opening], True, cell.own * fits
+    if workers * numbers < 2 * bitmap + workers * MESSAGE:
+        return [opening, gather_bytes(numbers, workers)], True, 0
+    return [opening, ring_bytes(bitmap, workers, 1)], False, 0
+
+
 def look_bytes(cell):
     """Return the bytes that a block-sparse all-reduce sends to agree on the call and the blocks."""
-    workers, bitmap, numbers = cell.workers, -(-cell.blocks // 8), cell.own * NUMBER
-    by_number = workers * numbers < 2 * bitmap
-    union = gather_bytes(numbers, workers) if by_number else ring_bytes(bitmap, workers, 1)
-    return [ring_bytes(CALL, workers, 8), union]
-
-
-def gathers(cell):
-    """Return whether the workers' blocks are gathered, or the union's added up on the ring."""
-    return cell.workers * cell.own * (4 * BLOCK + NUMBER) < 2 * cell.union() * 4 * BLOCK
+    sent, _, _ = agreement(cell)
+    return sent
 
 
 def block_bytes(cell):
     """Return the bytes of `BlockSparseAllReduce`: to agree on blocks, then the blocks in slots."""
-    blocks = cell.own if gathers(cell) else cell.union()
-    most = SLOT // (4 * BLOCK)
-    slots = [min(most, blocks - start) for start in range(0, blocks, most)]
-    if gathers(cell):
-        sent = [
-            gather_bytes(-(-each * NUMBER // 16) * 16 + each * 4 * BLOCK, cell.workers)
-            for each in slots
-        ]
-    else:
-        sent = [ring_bytes(each * 4 * BLOCK, cell.workers) for each in slots]
-    return tuple(map(sum, zip(*look_bytes(cell), *sent, strict=True)))
+    sent, has_numbers, filled = agreement(cell)
+    rest, numbers, block = cell.own - filled, 0 if has_numbers else NUMBER, 4 * BLOCK
+    gathered = cell.workers * rest * (block + numbers)
+    gathers = gathered < 2 * cell.union() * block + cell.workers * MESSAGE
+    blocks, most = rest if gathers else cell.union(), SLOT // block
+    for each in (min(most, blocks - start) for start in range(0, blocks, most)):
+        if gathers:
+            sent.append(gather_bytes(aligned(each * numbers) + each * block, cell.workers))
+        else:
+            sent.append(ring_bytes(each * block, cell.workers))
+    return tuple(map(sum, zip(*sent, strict=True)))
+
+
+def aligned(size):
+    return -(-size // 16) * 16
 
 
 def link_payload(gbits):

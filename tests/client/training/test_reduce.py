@@ -24,6 +24,35 @@ def test_ddp_trains_the_same_with_the_hook(ranks, name):
     ranks(3).run("reduce:trains_the_same", name=name)
 
 
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_blocks_are_rows_and_bytes_are_near_those_of_sparse_gradients(ranks, world):
+    ranks(world).run("tables:bytes_of_rows")
+    ranks(world).run("tables:small_sums_take_one_round")
+
+
+TABLES = {
+    "as they are": {},
+    "sparse gradients": {"sparse": True},
+    "accumulated": {"accumulate": 3},
+    "static graph": {"static_graph": True},
+    "views of buckets": {"through_views": True},
+    "fp64": {"dtype": "float64"},
+    "fp16": {"dtype": "float16"},
+    "bf16": {"dtype": "bfloat16"},
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize("world", [2, 3])
+def test_gradients_of_several_tables_are_those_of_ddp(ranks, world, name):
+    ranks(world).run("tables:equal_torch", **TABLES[name])
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_gradients_of_one_and_of_four_ranks_are_those_of_ddp(ranks, world):
+    ranks(world).run("tables:equal_torch")
+
+
 DISAGREEMENTS = {
     "sizes": ["rank 0: 10 torch.float32", "rank 2: 12 torch.float32"],
     "types": ["rank 0: 10 torch.float32", "rank 1: 10 torch.float64"],

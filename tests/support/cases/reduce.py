@@ -4,6 +4,7 @@ import math
 import os
 import signal
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,25 +15,27 @@ from torch.nn.parallel import DistributedDataParallel
 
 from graphstash import training
 from graphstash.training.reduce import BlockSparseAllReduce, SparseState, Thresholding, sparse_hook
-from graphstash.training.reduce.blocks import BlockLayout
+from graphstash.training.reduce.blocks import BlockGrid
 from support.cases.ranks import assert_same_bits, error_of
 from support.cases.sums import ROWS, Hook, assert_sum, drawn, expected, nonzero_blocks, trained
 
 
 class Counted:
-    """Count the bytes of torch's all-reduce during a block. Gathered bytes count N/2 times."""
+    """Count torch's collectives and their bytes. Gathered bytes count N/2 times."""
 
     def __enter__(self) -> Self:
-        self.bytes = 0
+        self.bytes = self.calls = 0
         self._all_reduce = distributed.all_reduce
         self._gather = distributed.all_gather_into_tensor
 
         def all_reduce(tensor: Tensor, *arguments: Any, **more: Any) -> Any:
             self.bytes += tensor.nbytes
+            self.calls += 1
             return self._all_reduce(tensor, *arguments, **more)
 
         def gather(received: Tensor, *arguments: Any, **more: Any) -> Any:
             self.bytes += received.nbytes // 2
+            self.calls += 1
             return self._gather(received, *arguments, **more)
 
         distributed.all_reduce = all_reduce
@@ -48,17 +51,31 @@ def aligned(nbytes: int) -> int:
     return math.ceil(nbytes / 16) * 16
 
 
+def gathers(ranks: int, most_bytes: int, union_bytes: int) -> bool:
+    """Return whether a gather costs less than a ring, with 4 KiB for each message."""
+    return ranks * most_bytes < 2 * union_bytes + ranks * 4096
+
+
 def bytes_of(values: Tensor, block: int, ranks: list[list[int]]) -> int:
     """Return the bytes that a sum by blocks should send, with at most one slot of blocks."""
     union = {number for each in ranks for number in each}
-    most = max(map(len, ranks))
-    bitmap = math.ceil(math.ceil(len(values) / block) / 8)
-    agreed = 24 + min(bitmap, len(ranks) * most * 4 // 2)
-    size = block * values.element_size()
-    if len(ranks) * most * (size + 4) < 2 * len(union) * size:
-        return agreed + len(ranks) * (aligned(most * 4) + aligned(most * size)) // 2
+    world, most = len(ranks), max(map(len, ranks))
+    size, opening = block * values.element_size(), max(128, 16384 // world // 16 * 16)
+    total = world * opening // 2
+    in_opening = [0] * world
+    if is_exchanged := 16 + 4 * most <= opening:
+        fits = [aligned(16 + 4 * len(own)) + len(own) * size <= opening for own in ranks]
+        in_opening = [len(own) * fit for own, fit in zip(ranks, fits, strict=True)]
+    else:
+        bitmap = math.ceil(math.ceil(len(values) / block) / 8)
+        is_exchanged = gathers(world, most * 4, bitmap)
+        total += world * most * 4 // 2 if is_exchanged else bitmap
+    rest = max(max(0, len(own) - sent) for own, sent in zip(ranks, in_opening, strict=True))
+    numbers = 0 if is_exchanged else 4
+    if gathers(world, rest * (size + numbers), len(union) * size):
+        return total + world * (aligned(rest * numbers) + aligned(rest * size)) // 2
     elements = sum(min(block, len(values) - number * block) for number in union)
-    return agreed + values.element_size() * elements
+    return total + values.element_size() * elements
 
 
 def sums(*, count: int) -> None:
@@ -73,11 +90,14 @@ def sums(*, count: int) -> None:
         assert_same_bits(name, once, again)
         formula = bytes_of(values, block, nonzero_blocks(values, block))
         assert counted.bytes == sent.bitmap_bytes + sent.block_bytes == formula, name
-        largest = len(values) // 3
-        parted = BlockLayout(block, (largest, 1, 0, len(values) - largest - 1) if largest else ())
+        third = len(values) // 3
+        edges = sorted({0, third, min(third + 1, len(values)), len(values)})
+        parts = [*pairwise(edges)]
+        layout = (BlockGrid(block, (*parts[::2],)), BlockGrid(block + 1, (*parts[1::2],)))
         again.copy_(values)
-        reduce.sum_(again, layout=parted)
+        reduce.sum_(again, layout=layout)
         assert_sum(f"{name} in parts", again, dense)
+        assert_same_bits(name, again)
     zeros = torch.full((64,), -0.0)
     zeros[16 * distributed.get_rank()] = 1.0  # blocks of each rank's own are gathered
     BlockSparseAllReduce(block_size=16).sum_(zeros)
@@ -112,8 +132,7 @@ def require_sparse(statistics: dict[str, Any]) -> None:
 def require_rows_counted(statistics: dict[str, Any]) -> None:
     (rows,) = [each for name, each in statistics.items() if name.endswith(f"/{16 * ROWS}")]
     assert 0 < rows["density"] < rows["union_density"] < 0.1
-    rows_sent = rows["density"] * rows["looks"] * ROWS
-    assert math.isclose(rows["sent_bytes"], rows_sent * (16 * 4 + 8))
+    assert rows["sent_bytes"] < rows["looks"] * (8192 + 0.1 * ROWS * 16 * 4)
     assert rows["sent_bytes"] + rows["saved_bytes"] == rows["looks"] * 16 * ROWS * 4
 
 
@@ -124,7 +143,9 @@ def require_rare_looks(statistics: dict[str, Any]) -> None:
 
 def require_half_sent(statistics: dict[str, Any]) -> None:
     for bucket in statistics.values():
-        assert bucket["saved_bytes"] > 0.45 * (bucket["saved_bytes"] + bucket["sent_bytes"])
+        total = bucket["saved_bytes"] + bucket["sent_bytes"]
+        messages = bucket["looks"] * 8184  # the first ones of three ranks
+        assert bucket["sent_bytes"] - messages < 0.55 * total
 
 
 def require_some_whole(statistics: dict[str, Any]) -> None:
@@ -317,7 +338,7 @@ def killed() -> str:
     class Deadly(BlockSparseAllReduce):
         calls = 0
 
-        def _union(self, *blocks: Any) -> tuple[Tensor, int]:
+        def _union(self, *blocks: Any) -> Any:
             found = super()._union(*blocks)
             self.calls += 1
             if distributed.get_rank() == distributed.get_world_size() - 1 and self.calls == 6:

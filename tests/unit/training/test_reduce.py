@@ -10,8 +10,9 @@ from torch import nn
 
 from graphstash import ConfigError
 from graphstash.training.reduce import SparseState, Thresholding, report, sparse_hook
-from graphstash.training.reduce.blocks import BlockView, layout_of
+from graphstash.training.reduce.blocks import BlockView, block_elements, layout_of
 from graphstash.training.reduce.ddp_hook import DensityGate
+from graphstash.training.reduce.opening import Form, _require_possible
 
 DTYPES = [
     torch.float64,
@@ -52,7 +53,8 @@ def test_blocks_of_parts_are_found_packed_written_added_and_cleared(given_, data
     flat, size = given_
     ends = sorted(data.draw(st.lists(st.integers(0, len(flat)), max_size=3)))
     lengths = [end - start for start, end in zip([0, *ends], [*ends, len(flat)], strict=True)]
-    view = BlockView(flat, size, parts=lengths)
+    parts = [*zip([0, *ends], [*ends, len(flat)], strict=True)]
+    view = BlockView(flat, size, parts=parts)
     expected = cut(flat, size, lengths)
     assert view.nonzero().tolist() == [bool(block.ne(0).any()) for block in expected]
     numbers = data.draw(st.sets(st.integers(0, max(0, view.count - 1))))
@@ -60,9 +62,9 @@ def test_blocks_of_parts_are_found_packed_written_added_and_cleared(given_, data
     packed = view.pack(chosen)
     assert len(packed) == sum(len(expected[number]) for number in chosen)
     copy, twice, rest = torch.zeros_like(flat), flat.clone(), flat.clone()
-    BlockView(copy, size, parts=lengths).unpack(chosen, packed)
-    BlockView(twice, size, parts=lengths).add(chosen, packed)
-    BlockView(rest, size, parts=lengths).clear(chosen)
+    BlockView(copy, size, parts=parts).unpack(chosen, packed)
+    BlockView(twice, size, parts=parts).add(chosen, packed)
+    BlockView(rest, size, parts=parts).clear(chosen)
     found = zip(expected, *(cut(each, size, lengths) for each in (copy, twice, rest)), strict=True)
     for number, (block, *blocks) in enumerate(found):
         is_chosen, zeros = number in chosen, torch.zeros_like(block)
@@ -75,14 +77,28 @@ def test_blocks_fit_rows_of_tables_and_start_with_large_parameters():
     def table(rows, width):
         return torch.empty(rows, width)
 
-    rows = [layout_of([table(2000, width)]).size for width in (1, 3, 24, 64, 256, 300, 768, 1021)]
-    assert rows == [16, 18, 24, 64, 256, 150, 256, 256]
+    widths = [1, 3, 24, 64, 256, 300, 768, 1021]
+    sizes = [block_elements(table(2000, width)) for width in widths]
+    assert sizes == [1, 3, 24, 64, 256, 150, 256, 1021]
+    others = [table(1023, 64), torch.empty(10**6), torch.empty(64, 2000).t(), torch.empty(2000, 0)]
+    assert [*map(block_elements, others)] == [256] * 4
     small = [table(5, 3), torch.empty(7), torch.empty(0, 4)]
-    assert layout_of(small) == (256, (22,))
-    mixed = [small[0], table(2000, 64), *small[:2], table(1024, 64)]
-    assert layout_of(mixed) == (64, (15, 128_000, 22, 65_536))
-    assert layout_of(mixed, 1000) == (1000, (15 + 128_000 + 22 + 65_536,))
-    assert layout_of([torch.empty(10**6)]).size == 256
+    assert layout_of(small) == ((256, ((0, 22),)),)
+    mixed = [small[0], table(2000, 64), *small[1:], small[0], table(1024, 96), table(1024, 64)]
+    after, end = 128_015, 128_037 + 1024 * 96
+    assert layout_of(mixed) == (
+        (64, ((15, after), (end, end + 65_536))),
+        (96, ((128_037, end),)),
+        (256, ((0, 15), (after, 128_037))),
+    )
+    assert layout_of(mixed, 1000) == ((1000, ((0, end + 65_536),)),)
+    assert layout_of([]) == ()
+
+
+def test_tables_of_many_widths_share_the_blocks_of_other_parameters():
+    """Each width costs a count in a message of at least 128 bytes."""
+    layout = layout_of([torch.empty(1024 + width, width) for width in range(1, 12)])
+    assert [size for size, _ in layout] == [*range(5, 12), 256]
 
 
 def test_zero_neighbours_of_nonzero_rows_are_not_sent():
@@ -90,8 +106,8 @@ def test_zero_neighbours_of_nonzero_rows_are_not_sent():
     odd, rows = torch.zeros(65), torch.zeros(2000, 64)
     rows[torch.randperm(2000)[:509]] = 1
     flat = torch.cat([odd, rows.view(-1)])
-    size, parts = layout_of([odd, rows])
-    assert BlockView(flat, size, parts=parts).nonzero().sum() == 509
+    views = [BlockView(flat, size, parts=parts) for size, parts in layout_of([odd, rows])]
+    assert [int(view.nonzero().sum()) for view in views] == [509, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
@@ -155,6 +171,13 @@ def test_only_selected_blocks_are_zeroed(given_, data):
     for before, after, is_zero in zip(parts, flat.split(size), flags, strict=False):
         wanted = torch.zeros_like(before) if is_zero else before
         torch.testing.assert_close(after, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("count", [-1, 5])
+def test_rank_that_announces_impossible_numbers_of_blocks_is_named(count):
+    _require_possible([[0], [4]], [Form(4, 16)])
+    with pytest.raises(RuntimeError, match=rf"rank 1 announces \[{count}\] blocks"):
+        _require_possible([[0], [count]], [Form(4, 16)])
 
 
 def test_a_gate_becomes_dense_and_sparse_at_different_densities():
@@ -340,7 +363,7 @@ def test_report_recommends_sparse_reduction_for_embedding():
     assert 3 < forecast.union_density / forecast.density < 4
     total = sum(parameter.nbytes for parameter in before)
     assert forecast.dense_seconds == pytest.approx(1.5 * total * 8 / 1e9)
-    assert 130 < forecast.times_faster < 150
+    assert 145 < forecast.times_faster < 160
     assert forecast.densities["1.weight"] == 1
     assert str(forecast).startswith("sparse reduction would pay: 0.3%")
     assert all(parameter.grad is None for parameter in model.parameters())

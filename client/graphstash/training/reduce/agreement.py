@@ -5,7 +5,7 @@ from datetime import timedelta
 from typing import Final, TypeVar
 
 import torch
-from torch import Tensor, distributed
+from torch import distributed
 
 from graphstash.errors import ConfigError
 
@@ -58,23 +58,23 @@ def require_wire_type(wire_dtype: torch.dtype | None) -> None:
         )
 
 
-def require_floats(values: Tensor, wire_dtype: torch.dtype | None) -> None:
+def require_floats(dtype: torch.dtype, wire_dtype: torch.dtype | None) -> None:
     """Reject a type that cannot be added, and a conversion that may lose most of a value.
 
     Raises:
         ConfigError: the elements would be sent as 8-bit floats; or the types differ, and at least
             one is not a floating-point type.
     """
-    sent = wire_dtype or values.dtype
+    sent = wire_dtype or dtype
     if sent.is_floating_point and sent not in _FLOATS:
         raise ConfigError(
             f"{sent} cannot be added up: take {', '.join(map(str, _FLOATS))} as wire_dtype="
         )
-    if sent == values.dtype:
+    if sent == dtype:
         return
-    if not (values.is_floating_point() and sent.is_floating_point):
+    if not (dtype.is_floating_point and sent.is_floating_point):
         raise ConfigError(
-            f"{values.dtype} cannot be sent as wire_dtype={wire_dtype} without losing most of it: "
+            f"{dtype} cannot be sent as wire_dtype={wire_dtype} without losing most of it: "
             "take a floating-point type for tensors of one, and None for others"
         )
 

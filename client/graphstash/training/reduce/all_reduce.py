@@ -1,26 +1,31 @@
 """The block-sparse all-reduce: agree on the blocks that are not zero on some rank, and sum these.
 
-    call   -- MAX over the ranks -->  whether all ranks make the same call, and the most blocks
-                                      of a rank (24 bytes)
-    union  -- OR of a bit per block, or a gather of the numbers of blocks: the smaller of the two
-    blocks -- SUM of the union's blocks, or a gather of each rank's own blocks
+    opening -- GATHER of up to 16 KiB -->  whether all ranks make the same call, their numbers of
+                                           blocks, and what else fits (`opening.py`)
+    union   -- OR of a bit per block, or GATHER of the numbers of blocks: only if the numbers did
+               not fit
+    blocks  -- SUM of the union's blocks, or GATHER of each rank's own blocks
+
+A grid is all blocks of one size, such as the rows of tables of one width. Each grid takes the
+cheaper way for its union and for its blocks. For N ranks with at most m blocks and a union of u, a
+ring sends 2(N-1)/N u blocks one after another in 2(N-1) messages, and a gather (N-1) m blocks in
+N-1 messages. A message counts as 4 KiB. The choice depends only on values that all ranks have, and
+not on earlier calls.
 
 Blocks outside the union are never sent: they are zero on all ranks, and so are their sums. -0.0
 counts as zero, or gradients under a mask would be sent whole: a negative number times 0 is -0.0.
-Where a dense all-reduce would give -0.0, because all ranks have it, the sum may be 0.0 instead. For
-N ranks with at most m blocks and a union of u, a ring sends 2(N-1)/N u blocks and a gather (N-1) m.
-The choice depends only on values that all ranks have, and not on earlier calls.
+Where a dense all-reduce would give -0.0, because all ranks have it, the sum may be 0.0 instead.
 
 A slot is a group of blocks of up to 4 MiB, of which two are in flight; a gather receives a slot
-from each rank. The process group adds the elements of a slot in the same order every time, and a
-gathered slot is added in the order of the ranks, so every rank gets the same bits.
+from each rank. The process group adds the elements of a slot in the same order every time, and
+gathered blocks are added in an order that is the same on all ranks, so every rank gets the same
+bits.
 """
 
-import hashlib
+import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any, Final, NamedTuple, Self
 
 import torch
@@ -30,27 +35,22 @@ from graphstash.errors import ConfigError
 from graphstash.training.reduce.agreement import require_floats, require_same, require_scale
 from graphstash.training.reduce.blocks import (
     BLOCK_ELEMENTS,
+    MAX_GRIDS,
+    BlockGrid,
     BlockLayout,
     BlockView,
+    SparseRows,
     bits_of,
     from_bits,
     written_back,
 )
+from graphstash.training.reduce.opening import MAX_NUMBER, NUMBER_BYTES, Opening
+from graphstash.training.reduce.slots import Blocks, Slots, Union, Wire, gathers, padded, send
 
 __all__ = ["BlockSparseAllReduce", "Sent"]
 
-_SLOT_BYTES: Final = 4 * 1024**2
-_SLOTS: Final = 2
-"""Slots in flight at the same time."""
-
-_CALL_BYTES: Final = 24
-_NUMBER_BYTES: Final = 4
-_MAX_NUMBER: Final = 2**31
 _NOT_ADDED: Final = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
 """Types that gloo and NCCL do not add."""
-
-_ALIGNMENT: Final = 16
-"""Bytes of the largest element, complex128."""
 
 
 class Sent(NamedTuple):
@@ -63,10 +63,12 @@ class Sent(NamedTuple):
         blocks: Blocks of the tensor; 0 if it was sent whole without checking its blocks.
         own_blocks: Blocks that were nonzero on this rank.
         union_blocks: Blocks that were nonzero on at least one rank.
-        bitmap_bytes: Bytes sent to agree on the blocks; with aggregators, all bytes except the
-            blocks.
+        bitmap_bytes: Bytes sent to agree on the blocks, and small blocks beside them; with
+            aggregators, all bytes except the blocks.
         block_bytes: Bytes of the blocks that were sent.
         dense_bytes: Bytes of the whole tensor.
+        density: Share of the elements that are in `own_blocks`, 0 to 1.
+        union_density: Share of the elements that are in `union_blocks`, 0 to 1.
         pack_seconds: Time to find the nonzero blocks and pack them.
         send_seconds: Time spent waiting for the process group or the aggregators.
         unpack_seconds: Time to write the sums back.
@@ -78,6 +80,8 @@ class Sent(NamedTuple):
     bitmap_bytes: int
     block_bytes: int
     dense_bytes: int
+    density: float = 0.0
+    union_density: float = 0.0
     pack_seconds: float = 0.0
     send_seconds: float = 0.0
     unpack_seconds: float = 0.0
@@ -86,16 +90,6 @@ class Sent(NamedTuple):
     def whole(cls, flat: Tensor, sent_bytes: int) -> Self:
         """Return the record of a tensor that was sent without checking its blocks."""
         return cls(0, 0, 0, 0, sent_bytes, flat.nbytes)
-
-    @property
-    def density(self) -> float:
-        """Share of blocks that were nonzero on this rank, 0 to 1."""
-        return self.own_blocks / self.blocks if self.blocks else 0.0
-
-    @property
-    def union_density(self) -> float:
-        """Share of blocks that were nonzero on at least one rank, 0 to 1."""
-        return self.union_blocks / self.blocks if self.blocks else 0.0
 
 
 class BlockSparseAllReduce:
@@ -141,20 +135,24 @@ class BlockSparseAllReduce:
                 0.0, with the same bits on all ranks.
             scale: Finite factor by which every element is multiplied before it is sent.
             wire_dtype: Type in which elements are sent. Default: their own type.
-            dense_above: Share of blocks in the union above which the tensor is sent whole.
-            layout: Division into blocks. Default: blocks of `block_size` elements.
+            dense_above: Share of elements in the union's blocks above which the tensor is sent
+                whole.
+            layout: Division into blocks, of at most eight sizes. Default: blocks of `block_size`
+                elements.
 
         Raises:
             ValueError: the tensor does not have exactly one dimension, is sparse, or has several
-                elements at one address.
+                elements at one address; or the layout is of another tensor, or has more sizes.
             ConfigError: the ranks have different tensors or arguments (raised on every rank), or
                 `wire_dtype` differs from the tensor's type and one of them is not a float type; or
                 elements would be sent as a type that process groups do not add; or `scale` is
                 infinite or NaN.
             RuntimeError: a rank is gone.
         """
-        layout = layout or BlockLayout(self.block_size)
+        if layout is None:
+            layout = (BlockGrid(self.block_size, ((0, len(flat)),)),) if flat.dim() == 1 else ()
         with written_back(flat) as contiguous:
+            _require_division(layout, len(contiguous))
             return self._sum(contiguous, scale, wire_dtype, dense_above, layout)
 
     def _sum(
@@ -166,41 +164,58 @@ class BlockSparseAllReduce:
         layout: BlockLayout,
     ) -> Sent:
         began = time.perf_counter()
-        blocks = BlockView(flat, layout.size, parts=layout.parts)
-        nonzero = blocks.nonzero(one_zero=True)
-        own = nonzero.nonzero().flatten()
-        scanned = time.perf_counter()
-        most = self._most_blocks(
-            len(own),
-            f"{flat.numel()} {flat.dtype} in blocks of {layout.size}, parts={layout.parts}, "
+        views = [BlockView(flat, size, parts=parts) for size, parts in layout]
+        own = [view.nonzero(one_zero=True).nonzero().flatten() for view in views]
+        return self._exchange(
+            f"{flat.numel()} {flat.dtype} in blocks of {_named(layout, len(flat))}, "
             f"{scale=}, {wire_dtype=}, {dense_above=}",
-            flat.device,
+            views,
+            own,
+            flat,
+            wire=Wire(scale, wire_dtype),
+            limit=dense_above,
+            began=began,
         )
-        _require_added(flat, wire_dtype)
-        require_scale(scale)
-        union, union_bytes = self._union(nonzero, own, most)
-        agreed = time.perf_counter()
-        pack = send = unpack = 0.0
-        if len(union) > dense_above * blocks.count:
-            block_bytes = self.sum_whole_(_scaled(flat, scale, None), wire_dtype=wire_dtype)
-            send = time.perf_counter() - agreed
-        else:
-            slots = _Slots(self.group, blocks, scale=scale, wire_dtype=wire_dtype)
-            gathered = slots.ranks * most * (slots.block_bytes + _NUMBER_BYTES)
-            gathers = gathered < 2 * len(union) * slots.block_bytes and blocks.count < _MAX_NUMBER
-            sending = slots.gathered(own, most, union) if gathers else slots.summed(union)
-            block_bytes, pack, send, unpack = _send(sending)
-        return Sent(
-            blocks.count,
-            len(own),
-            len(union),
-            _CALL_BYTES + union_bytes,
-            block_bytes,
-            flat.nbytes,
-            scanned - began + pack,
-            agreed - scanned + send,
-            unpack,
+
+    def sum_sparse(
+        self, values: Tensor, *, scale: float = 1.0, wire_dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Sent]:
+        """Return the sum of a sparse tensor (COO) over all ranks, coalesced, and what was sent.
+
+        The sum has each row that some rank has, including rows of zeros.
+
+        Args:
+            values: A tensor with the same shape and type on all ranks; see `sum_`.
+            scale: Finite factor by which every element is multiplied before it is sent.
+            wire_dtype: Type in which elements are sent. Default: their own type.
+
+        Raises:
+            ConfigError: see `sum_`.
+            RuntimeError: a rank is gone.
+        """
+        began = time.perf_counter()
+        values = values.detach().coalesce()
+        shape, sparse_dims = values.shape, values.sparse_dim()
+        places = values.indices()
+        numbers = places[0]
+        for dim in range(1, sparse_dims):
+            numbers = numbers * shape[dim] + places[dim]
+        elements = values.values().reshape(len(numbers), shape[sparse_dims:].numel())
+        rows = SparseRows(numbers, elements, count=shape[:sparse_dims].numel())
+        sent = self._exchange(
+            f"sparse {tuple(shape)} {values.dtype}, {sparse_dims=}, {scale=}, {wire_dtype=}",
+            [rows],
+            [numbers],
+            values,
+            wire=Wire(scale, wire_dtype),
+            limit=math.inf,
+            began=began,
         )
+        sums = rows.sums.view(len(rows.union), *shape[sparse_dims:])
+        indices = [rows.union]
+        for dim in range(sparse_dims - 1, 0, -1):  # torch.unravel_index imports sympy, in seconds
+            indices[:1] = indices[0] // shape[dim], indices[0] % shape[dim]
+        return torch.sparse_coo_tensor(torch.stack(indices), sums, shape, is_coalesced=True), sent
 
     def sum_whole_(self, flat: Tensor, *, wire_dtype: torch.dtype | None = None) -> int:
         """Sum a tensor in place, including its zeros, and return how many bytes were sent.
@@ -208,7 +223,7 @@ class BlockSparseAllReduce:
         Raises:
             ConfigError: see `sum_`.
         """
-        _require_added(flat, wire_dtype)
+        _require_added(flat.dtype, wire_dtype)
         with written_back(flat) as contiguous:
             wire = contiguous if wire_dtype is None else contiguous.to(wire_dtype)
             distributed.all_reduce(wire, group=self.group)
@@ -216,18 +231,32 @@ class BlockSparseAllReduce:
                 contiguous.copy_(wire)
         return wire.nbytes
 
-    def _most_blocks(self, own: int, call: str, device: torch.device) -> int:
-        """Return the largest `own` of the ranks.
-
-        Raises:
-            ConfigError: the ranks make different calls; on every rank.
+    def _exchange(
+        self,
+        call: str,
+        views: Sequence[Blocks],
+        own: Sequence[Tensor],
+        values: Tensor,
+        *,
+        wire: Wire,
+        limit: float,
+        began: float,
+    ) -> Sent:
+        """Sum the blocks of `values`, or the whole tensor if the union has a larger share of its
+        elements than `limit`.
         """
-        # If the maxima of a hash and of its negative are negatives, all ranks have the same hash.
-        digest = int.from_bytes(hashlib.sha256(call.encode()).digest()[:7])
-        maxima = torch.tensor([digest, -digest, own], device=device)
-        distributed.all_reduce(maxima, distributed.ReduceOp.MAX, group=self.group)
-        high, low, most = maxima.tolist()
-        if high != -low:
+        scanned = time.perf_counter()
+        refusal = _refusal_of(values.dtype, wire)
+        slots = [Slots(self.group, view, wire) for view in views]
+        opening = Opening(
+            self.group,
+            call,
+            own,
+            [each.form for each in slots],
+            [] if refusal else [each.packed for each in slots],
+            device=values.device,
+        )
+        if not opening.is_same:
             require_same(
                 self.group,
                 call,
@@ -235,142 +264,100 @@ class BlockSparseAllReduce:
                 advice="build the same model with the same settings of the hook on each, and add "
                 "up in the same order",
             )
-        return int(most)
+        if refusal:
+            raise refusal
+        unions = [
+            self._union(opening, grid, each.blocks.count, own[grid])
+            for grid, each in enumerate(slots)
+        ]
+        agreed = time.perf_counter()
+        elements = values.numel()
+        in_own = sum(view.elements(each) for view, each in zip(views, own, strict=True))
+        in_union = sum(
+            view.elements(each.numbers) for view, each in zip(views, unions, strict=True)
+        )
+        pack = waited = unpack = 0.0
+        if in_union > limit * elements:
+            whole = Wire(wire.scale, None).of(values)
+            block_bytes = self.sum_whole_(whole, wire_dtype=wire.dtype)
+            waited = time.perf_counter() - agreed
+        else:
+            sending = [
+                each.sent(opening, grid, own[grid], unions[grid]) for grid, each in enumerate(slots)
+            ]
+            block_bytes, pack, waited, unpack = send(chain.from_iterable(sending))
+        return Sent(
+            sum(view.count for view in views),
+            sum(map(len, own)),
+            sum(len(union.numbers) for union in unions),
+            opening.nbytes + sum(union.nbytes for union in unions),
+            block_bytes,
+            elements * values.dtype.itemsize,
+            in_own / (elements or 1),
+            in_union / (elements or 1),
+            scanned - began + pack,
+            agreed - scanned + waited,
+            unpack,
+        )
 
-    def _union(self, nonzero: Tensor, own: Tensor, most: int) -> tuple[Tensor, int]:
-        """Return the numbers of the blocks that are nonzero on some rank, and the bytes sent.
-
-        `own` are the numbers of this rank's nonzero blocks, and `most` is its largest length.
-        """
-        ranks = distributed.get_world_size(self.group)
+    def _union(self, opening: Opening, grid: int, blocks: int, own: Tensor) -> Union:
+        """Return the numbers of the blocks of a grid that some rank has."""
+        by_rank = opening.numbers(grid)
+        if by_rank is not None:
+            return Union(torch.cat(by_rank).unique(), by_rank, 0)
+        counts = opening.counts(grid)
+        ranks, most = len(counts), max(counts)
         # NCCL has no OR, so it sends a byte per block.
-        bits = nonzero.to(torch.uint8) if nonzero.is_cuda else bits_of(nonzero)
-        if ranks * most * _NUMBER_BYTES < 2 * bits.nbytes and len(nonzero) < _MAX_NUMBER:
-            numbers = _padded(own, most)
+        flag_bytes = blocks if own.is_cuda else -(-blocks // 8)
+        if gathers(ranks, most * NUMBER_BYTES, flag_bytes) and blocks < MAX_NUMBER:
+            numbers = padded(own, most)
             received = numbers.new_empty(ranks * most)
             distributed.all_gather_into_tensor(received, numbers, group=self.group)
-            return received[received >= 0].long().unique(), ranks * numbers.nbytes // 2
-        if nonzero.is_cuda:
+            rows = received.view(ranks, most).long()
+            by_rank = [row[:count] for row, count in zip(rows, counts, strict=True)]
+            return Union(torch.cat(by_rank).unique(), by_rank, ranks * numbers.nbytes // 2)
+        flags = own.new_zeros(blocks, dtype=torch.bool)
+        flags[own] = True
+        if own.is_cuda:
+            bits = flags.to(torch.uint8)
             distributed.all_reduce(bits, distributed.ReduceOp.MAX, group=self.group)
-            return bits.nonzero().flatten(), bits.nbytes
+            return Union(bits.nonzero().flatten(), None, bits.nbytes)
+        bits = bits_of(flags)
         distributed.all_reduce(bits, distributed.ReduceOp.BOR, group=self.group)
-        return from_bits(bits, len(nonzero)).nonzero().flatten(), bits.nbytes
+        return Union(from_bits(bits, blocks).nonzero().flatten(), None, bits.nbytes)
 
 
-def _require_added(flat: Tensor, wire_dtype: torch.dtype | None) -> None:
+def _named(layout: BlockLayout, elements: int) -> str:
+    """Return the layout as users read it: the size of the blocks, or all sizes with their parts."""
+    if len(layout) == 1 and layout[0].parts == ((0, elements),):
+        return str(layout[0].size)
+    return "; ".join(f"{size} in {parts}" for size, parts in layout)
+
+
+def _require_division(layout: BlockLayout, elements: int) -> None:
+    """Reject a layout that leaves out elements, or has one element twice."""
+    parts = sorted(part for grid in layout for part in grid.parts)
+    edges = [0, *(edge for part in parts for edge in part), elements]
+    if edges[::2] != edges[1::2] or any(size < 1 for size, _ in layout):
+        raise ValueError(f"a layout of {layout} does not divide {elements} elements")
+    if len(layout) > MAX_GRIDS:
+        raise ValueError(f"blocks of {len(layout)} sizes: a tensor has {MAX_GRIDS} at most")
+
+
+def _refusal_of(dtype: torch.dtype, wire: Wire) -> ConfigError | None:
+    """Return why a tensor is not added up. All ranks first compare their calls."""
+    try:
+        _require_added(dtype, wire.dtype)
+        require_scale(wire.scale)
+    except ConfigError as error:
+        return error
+    return None
+
+
+def _require_added(dtype: torch.dtype, wire_dtype: torch.dtype | None) -> None:
     """Reject types that not every process group adds. A gather adds them, a ring does not, and the
     density decides between the two.
     """
-    require_floats(flat, wire_dtype)
-    if flat.dtype in _NOT_ADDED:
-        raise ConfigError(f"process groups do not add {flat.dtype}: convert it to torch.int64")
-
-
-class _Sending(NamedTuple):
-    """A slot whose collective has started, and what writes its result back."""
-
-    nbytes: int
-    work: Any
-    write: Callable[[], None]
-
-
-def _send(slots: Iterator[_Sending]) -> tuple[int, float, float, float]:
-    """Return bytes sent, and seconds to pack, send and unpack."""
-    pack = send = unpack = 0.0
-    sent_bytes = 0
-    in_flight: deque[_Sending] = deque()
-    while True:
-        started = time.perf_counter()
-        if len(in_flight) < _SLOTS and (packed := next(slots, None)) is not None:
-            in_flight.append(packed)
-            sent_bytes += packed.nbytes
-            pack += time.perf_counter() - started
-            continue
-        if not in_flight:
-            return sent_bytes, pack, send, unpack
-        slot = in_flight.popleft()
-        slot.work.wait()
-        arrived = time.perf_counter()
-        slot.write()
-        send += arrived - started
-        unpack += time.perf_counter() - arrived
-
-
-class _Slots:
-    """Packs blocks into slots, and starts to send each slot when it is taken from the iterator."""
-
-    def __init__(
-        self,
-        group: distributed.ProcessGroup | None,
-        blocks: BlockView,
-        *,
-        scale: float,
-        wire_dtype: torch.dtype | None,
-    ) -> None:
-        self.ranks = distributed.get_world_size(group)
-        self.block_bytes = blocks.size * (wire_dtype or blocks.dtype).itemsize
-        self._group, self._blocks = group, blocks
-        self._scale, self._wire_dtype = scale, wire_dtype
-        self._most = max(1, _SLOT_BYTES // (blocks.size * blocks.dtype.itemsize))
-
-    def summed(self, union: Tensor) -> Iterator[_Sending]:
-        for numbers in torch.split(union, self._most) if len(union) else ():
-            wire = self._packed(numbers)
-            work = distributed.all_reduce(wire, group=self._group, async_op=True)
-            yield _Sending(wire.nbytes, work, partial(self._unpack, numbers, wire))
-
-    def gathered(self, own: Tensor, most: int, union: Tensor) -> Iterator[_Sending]:
-        """Gather the blocks of all ranks, each with its number, and add them up in rank order."""
-        messages = [
-            self._message(own[start : start + self._most], min(self._most, most - start))
-            for start in range(0, most, self._most)
-        ]
-        self._blocks.clear(union)  # -0.0 becomes 0.0: all ranks get the same bits
-        for start, message in zip(range(0, most, self._most), messages, strict=True):
-            received = message.new_empty(self.ranks * len(message))
-            work = distributed.all_gather_into_tensor(
-                received, message, group=self._group, async_op=True
-            )
-            add = partial(self._add, received, min(self._most, most - start))
-            yield _Sending(received.nbytes // 2, work, add)
-
-    def _packed(self, numbers: Tensor) -> Tensor:
-        return _scaled(self._blocks.pack(numbers), self._scale, self._wire_dtype)
-
-    def _unpack(self, numbers: Tensor, wire: Tensor) -> None:
-        self._blocks.unpack(numbers, wire.to(self._blocks.dtype))
-
-    def _message(self, numbers: Tensor, capacity: int) -> Tensor:
-        """Return bytes: room for the numbers of `capacity` blocks, and for the blocks."""
-        head = _aligned(capacity * _NUMBER_BYTES)
-        message = numbers.new_zeros(head + _aligned(capacity * self.block_bytes), dtype=torch.uint8)
-        message[: capacity * _NUMBER_BYTES] = _padded(numbers, capacity).view(torch.uint8)
-        packed = self._packed(numbers).view(torch.uint8)
-        message[head : head + len(packed)] = packed
-        return message
-
-    def _add(self, received: Tensor, capacity: int) -> None:
-        head = _aligned(capacity * _NUMBER_BYTES)
-        for message in received.view(self.ranks, -1):
-            numbers = message[: capacity * _NUMBER_BYTES].view(torch.int32)
-            numbers = numbers[numbers >= 0].long()
-            values = message[head:].view(self._wire_dtype or self._blocks.dtype)
-            values = values[: len(numbers) * self._blocks.size]
-            self._blocks.add(numbers, values.to(self._blocks.dtype))
-
-
-def _padded(numbers: Tensor, length: int) -> Tensor:
-    """Return the numbers as int32, filled up with -1."""
-    padded = numbers.new_full((length,), -1, dtype=torch.int32)
-    padded[: len(numbers)] = numbers
-    return padded
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _scaled(values: Tensor, scale: float, dtype: torch.dtype | None) -> Tensor:
-    if scale != 1.0:
-        values.mul_(scale)
-    return values if dtype is None else values.to(dtype)
+    require_floats(dtype, wire_dtype)
+    if dtype in _NOT_ADDED:
+        raise ConfigError(f"process groups do not add {dtype}: convert it to torch.int64")

@@ -4,19 +4,23 @@ The last block of each part (the tail) is shorter if the part's length is not a 
 block size.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 __all__ = [
     "BLOCK_ELEMENTS",
+    "BlockGrid",
     "BlockLayout",
     "BlockView",
+    "SparseRows",
     "bits_of",
+    "block_elements",
     "from_bits",
     "layout_of",
     "written_back",
@@ -43,60 +47,79 @@ _MAX_GROUP_ROWS: Final = 64
 
 _SAMPLE_GROUPS: Final = 256
 
-_MIN_ELEMENTS: Final = 16
 _TABLE_ROWS: Final = 1024
-"""Minimum rows of a parameter whose rows decide about the size of the blocks."""
+"""Minimum rows of a parameter whose blocks are its rows."""
 
 _LARGE_BLOCKS: Final = 256
 """Minimum blocks of a parameter that starts with a block of its own. Each costs a few calls."""
 
+MAX_GRIDS: Final = 8
+"""Most sizes of blocks in one tensor. Each has a count in the first message of a sum."""
 
-class BlockLayout(NamedTuple):
-    """The division of a flat tensor into blocks.
+
+class BlockGrid(NamedTuple):
+    """Parts of a flat tensor whose blocks have one size.
 
     Attributes:
         size: Elements of a block.
-        parts: Lengths of the parts. Each part starts with a new block. If there are none, the
-            whole tensor is one part.
+        parts: First element of each part, and the element after its last one, ascending. Each part
+            starts with a new block.
     """
 
     size: int
-    parts: tuple[int, ...] = ()
+    parts: tuple[tuple[int, int], ...]
+
+
+BlockLayout: TypeAlias = tuple[BlockGrid, ...]
+"""The division of a flat tensor into blocks: every element is in one part of one grid."""
 
 
 def layout_of(parameters: Sequence[Tensor], size: int | None = None) -> BlockLayout:
-    """Return a layout in which the blocks of large parameters hold elements of no other parameter.
+    """Return a layout in which the blocks of a large parameter hold elements of no other parameter.
+
+    The layout depends only on shapes and strides, which are equal on all ranks.
 
     Args:
         parameters: The parameters of a bucket, in the order of their gradients.
-        size: Elements of a block. By default, it depends on the largest parameter. If that has
-            1,024 rows or more, such as the table of an embedding, a block is one row, because a
-            batch uses whole rows. A row of more than 256 elements is divided evenly if possible,
-            and rows of fewer than 16 elements are joined. Otherwise, a block has 256 elements.
+        size: Elements of a block. Default: `block_elements` of each parameter.
     """
-    if size is None:
-        size = _row_elements(max(parameters, key=Tensor.numel))
-    parts: list[int] = []
-    was_small = False
-    for elements in map(Tensor.numel, parameters):
-        is_small = elements < _LARGE_BLOCKS * size
-        if is_small and was_small:
-            parts[-1] += elements
+    sizes = [block_elements(each) if size is None else size for each in parameters]
+    elements = Counter[int]()
+    for each, block in zip(parameters, sizes, strict=True):
+        elements[block] += each.numel()
+    del elements[BLOCK_ELEMENTS]
+    kept = {block for block, _ in elements.most_common(MAX_GRIDS - 1)}
+    grids: dict[int, list[tuple[int, int]]] = {}
+    start, joined = 0, 0  # `joined` is the size of the small part that ends at `start`, or 0
+    for each, wanted in zip(parameters, sizes, strict=True):
+        if not (count := each.numel()):
+            continue
+        block = wanted if wanted in kept else BLOCK_ELEMENTS
+        parts = grids.setdefault(block, [])
+        is_small = count < _LARGE_BLOCKS * block
+        if is_small and joined == block:
+            parts[-1] = parts[-1][0], start + count
         else:
-            parts.append(elements)
-        was_small = is_small
-    return BlockLayout(size, tuple(parts))
+            parts.append((start, start + count))
+        joined = block if is_small else 0
+        start += count
+    return tuple(BlockGrid(block, tuple(parts)) for block, parts in sorted(grids.items()))
 
 
-def _row_elements(table: Tensor) -> int:
-    if table.dim() < 2 or len(table) < _TABLE_ROWS or not table.numel():
+def block_elements(parameter: Tensor) -> int:
+    """Return the elements of a block of a parameter.
+
+    A batch uses whole rows of an embedding's table. So if a parameter has two dimensions or more,
+    and 1,024 rows or more, a block is one row. A row of more than 256 elements is divided evenly if
+    possible. Other parameters have blocks of 256 elements.
+    """
+    rows = len(parameter) if parameter.dim() > 1 else 0
+    row = parameter.numel() // rows if rows else 0
+    if rows < _TABLE_ROWS or not row or parameter.stride(0) != row:
         return BLOCK_ELEMENTS
-    row = table.numel() // len(table)
-    if row < _MIN_ELEMENTS:
-        return row * -(-_MIN_ELEMENTS // row)
     pieces = -(-row // BLOCK_ELEMENTS)
     even = (row // number for number in range(pieces, 4 * pieces + 1) if row % number == 0)
-    return next(even, BLOCK_ELEMENTS)
+    return next(even, row)
 
 
 @contextmanager
@@ -138,20 +161,24 @@ class _Part(NamedTuple):
 
 
 class BlockView:
-    """A flat, contiguous tensor as blocks of `size` elements; see `BlockLayout`.
+    """Parts of a flat, contiguous tensor as blocks of `size` elements; see `BlockGrid`.
 
     Attributes:
         count: Number of blocks, including the tails.
     """
 
-    def __init__(self, flat: Tensor, size: int, *, parts: Sequence[int] = ()) -> None:
+    def __init__(
+        self, flat: Tensor, size: int, *, parts: Sequence[tuple[int, int]] | None = None
+    ) -> None:
+        """Divide a tensor, or `parts` of it, into blocks. Default: the whole tensor."""
         flat = flat.detach()  # autograd forbids writing to a parameter in place
         self.size = size
         self.dtype = flat.dtype
         self._flat = flat
         self._parts: list[_Part] = []
         self.count = 0
-        for part in flat.split([*parts] or [len(flat)]):
+        for start, end in ((0, len(flat)),) if parts is None else parts:
+            part = flat[start:end]
             whole = len(part) // size
             rows, tail = part[: whole * size].view(whole, size), part[whole * size :]
             self._parts.append(_Part(rows, tail, self.count))
@@ -224,6 +251,11 @@ class BlockView:
             rows.index_copy_(0, numbers, rows.index_select(0, numbers).add_(values))
             tail.add_(tail_values)
 
+    def elements(self, chosen: Tensor) -> int:
+        """Return the number of elements in the chosen blocks."""
+        found = self._chosen(chosen)
+        return sum(len(numbers) * self.size + len(tail) for _, numbers, tail in found)
+
     def clear(self, chosen: Tensor) -> None:
         """Zero the chosen blocks, in place."""
         for rows, numbers, tail in self._chosen(chosen):
@@ -235,6 +267,10 @@ class BlockView:
 
         The tail is empty if it is not chosen.
         """
+        if len(self._parts) == 1 and not len(self._parts[0].tail):  # needs no search
+            if len(chosen):
+                yield self._parts[0].rows, chosen, self._parts[0].tail
+            return
         places = torch.searchsorted(chosen, self._edges).tolist()
         for number, (rows, tail, first) in enumerate(self._parts):
             starts, tail_starts, ends = places[2 * number : 2 * number + 3]
@@ -310,6 +346,50 @@ def _find_in_rows(blocks: Tensor, out: Tensor, *, one_zero: bool) -> bool:
     if one_zero:
         blocks.index_fill_(0, unclear[~found], 0)
     return one_zero
+
+
+class SparseRows:
+    """The rows of a table that a sparse gradient has, as blocks: a row is a block.
+
+    Attributes:
+        count: Rows of the table.
+        size: Elements of a row.
+        own: Numbers of the rows of this rank's gradient, int64, ascending. Its rows of zeros are
+            sent as well, because optimizers such as SparseAdam update them.
+        union: Numbers of the rows of all ranks, after the sum.
+        sums: Their sums, [rows, size].
+    """
+
+    def __init__(self, own: Tensor, values: Tensor, *, count: int) -> None:
+        self.own, self._values = own, values
+        self.count, self.size, self.dtype = count, values.shape[1], values.dtype
+        self.union, self.sums = own[:0], values[:0]
+
+    def pack(self, chosen: Tensor) -> Tensor:
+        """Return the chosen rows one after the other; zeros for rows that the gradient lacks."""
+        packed = self._values.new_zeros(len(chosen), self.size)
+        places = torch.searchsorted(chosen, self.own)
+        has = torch.isin(self.own, chosen, assume_unique=True)
+        return packed.index_copy_(0, places[has], self._values[has]).flatten()
+
+    def unpack(self, chosen: Tensor, packed: Tensor) -> None:
+        """Append sums of rows, which follow the rows so far."""
+        self.union = torch.cat([self.union, chosen])
+        self.sums = torch.cat([self.sums, packed.view(-1, self.size)])
+
+    def clear(self, chosen: Tensor) -> None:
+        """Make the sums of the chosen rows zeros."""
+        self.union, self.sums = chosen, self._values.new_zeros(len(chosen), self.size)
+
+    def add(self, chosen: Tensor, packed: Tensor) -> None:
+        """Add rows to their sums."""
+        places = torch.searchsorted(self.union, chosen)
+        values = packed[: len(chosen) * self.size].view(-1, self.size)
+        self.sums.index_copy_(0, places, self.sums.index_select(0, places).add_(values))
+
+    def elements(self, chosen: Tensor) -> int:
+        """Return the number of elements in the chosen rows."""
+        return len(chosen) * self.size
 
 
 def bits_of(flags: Tensor) -> Tensor:

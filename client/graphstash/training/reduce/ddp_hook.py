@@ -8,7 +8,6 @@ bucket to another.
 If a rank or an aggregator is gone, the all-reduce of a bucket fails, and backward raises its error.
 """
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
@@ -26,7 +25,7 @@ from graphstash._executor import BoundedExecutor
 from graphstash.errors import ConfigError
 from graphstash.training.reduce.agreement import require_same, require_wire_type, timeout_of
 from graphstash.training.reduce.all_reduce import BlockSparseAllReduce, Sent
-from graphstash.training.reduce.blocks import BLOCK_ELEMENTS, layout_of
+from graphstash.training.reduce.blocks import BLOCK_ELEMENTS, block_elements, layout_of
 from graphstash.training.reduce.thresholding import Thresholding
 
 if TYPE_CHECKING:  # the module needs numpy, which torch does not require
@@ -159,8 +158,9 @@ class SparseState:
 
     Supports `no_sync`, unused parameters, and `join`, but torch ignores `join`'s
     `divide_by_initial_world_size=False` with any hook. Also supports embeddings with `sparse=True`:
-    torch sends all rows of their gradients through the group (gloo), in the gradients' own type. To
-    send fp16 or bf16, set `wire_dtype` or wrap the hook in torch's `fp16_compress_wrapper`.
+    the mean of their gradients is sparse, with each row that some rank has, and is never sent
+    through aggregators. To send fp16 or bf16, set `wire_dtype` or wrap the hook in torch's
+    `fp16_compress_wrapper`.
     """
 
     def __init__(
@@ -183,12 +183,12 @@ class SparseState:
                 at the same point, as for `torch.distributed.new_group`.
             through: All-reduce through aggregators, over the same ranks. The caller closes it after
                 this state. Default: the collectives of the group.
-            block_size: Elements of a block. Default: for each bucket a row of its largest table, or
-                256; see `layout_of`. Ignored with `through`, which has its own block size.
+            block_size: Elements of a block. Default: for each parameter its rows, or 256; see
+                `block_elements`. Ignored with `through`, which has its own block size.
             wire_dtype: Type in which elements are sent: fp16, bf16, fp32 or fp64. Default: their
                 own type.
-            dense_above: Share of nonzero blocks above which a bucket is sent whole. Default: 0.7;
-                with `through` 1, which means never.
+            dense_above: Share of elements in nonzero blocks above which a bucket is sent whole.
+                Default: 0.7; with `through` 1, which means never.
             sparse_below: Share below which a bucket is again sent by blocks. Default: 0.5; with
                 `through` 1.
             dense: `dense(group)` returns state and hook for buckets that are sent whole, such as
@@ -218,9 +218,10 @@ class SparseState:
                 f"{self.ranks}: give both the same group"
             )
         self._block_size = block_size if through is None else through.block_size
-        self._sums = through or BlockSparseAllReduce(
+        self._rows = BlockSparseAllReduce(
             self._group, block_size=BLOCK_ELEMENTS if block_size is None else block_size
         )
+        self._sums = through or self._rows
         self._wire_dtype = wire_dtype
         self._dense = None if dense is None else dense(self._group)
         self._thresholding = thresholding
@@ -273,7 +274,7 @@ class SparseState:
             parameters = bucket.parameters()
             each = torch.split(gradients, [parameter.numel() for parameter in parameters])
             for parameter, gradient in zip(parameters, each, strict=True):
-                size = layout_of([parameter], self._block_size).size  # DDP changes buckets
+                size = self._block_size or block_elements(parameter)  # in any bucket
                 self._thresholding.hold_back_(parameter, gradient, block_size=size)
         gate = self._gates.setdefault(key, self._new_gate())
         if not gate.skips():
@@ -340,13 +341,9 @@ class SparseState:
         return gradients
 
     def _mean_of_rows(self, gradients: Tensor, key: tuple[int, int]) -> Tensor:
-        mean = (gradients / self._world).coalesce()
-        own, indices, values = mean._nnz(), mean.indices().nbytes, mean.values().nbytes
-        dense_bytes = mean.numel() * mean.itemsize
-        began = time.perf_counter()
-        distributed.all_reduce(mean, group=self._group)
-        seconds, union = time.perf_counter() - began, mean.coalesce()._nnz()
-        sent = Sent(len(mean), own, union, indices, values, dense_bytes, send_seconds=seconds)
+        mean, sent = self._rows.sum_sparse(
+            gradients, scale=1 / self._world, wire_dtype=self._wire_dtype
+        )
         self._count(key, sent)
         return mean
 

@@ -1,7 +1,8 @@
 """Estimates whether sparse reduction pays, from a few batches and the speed of the link.
 
-As in the OmniReduce paper, a ring of N ranks sends 2(N-1)/N of each gradient. This package sends
-the same share of one bit per block, and either of the union's blocks, or N-1 times each rank's own.
+As in the OmniReduce paper, a ring of N ranks sends 2(N-1)/N of each gradient. For each parameter,
+this package sends the same share of the union's blocks, or N-1 times each rank's own; and the same
+share of one bit per block, or N-1 times the numbers of each rank's own.
 """
 
 from collections import defaultdict
@@ -11,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from graphstash.training.reduce.blocks import BlockView, layout_of
+from graphstash.training.reduce.blocks import BlockView, block_elements
+from graphstash.training.reduce.opening import NUMBER_BYTES
 
 __all__ = ["Forecast", "report"]
 
@@ -69,7 +71,7 @@ def report(
         loss: `loss(model, batch)`. Default: `model(*batch)`.
         workers: Number of ranks that reduce, 2 or more.
         link_gbits: Rate of each rank's full-duplex link, Gbit/s, above 0.
-        block_size: Number of elements of a block. Default: see `layout_of`.
+        block_size: Number of elements of a block. Default: see `block_elements`.
 
     Raises:
         ValueError: there are fewer batches than workers, fewer than 2 workers, or
@@ -93,7 +95,7 @@ def report(
                 continue
             dense = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             dense = dense.to_dense() if dense.is_sparse else dense
-            size = layout_of([parameter], block_size).size
+            size = block_size or block_elements(parameter)
             nonzero = BlockView(dense.reshape(-1), size).nonzero()
             unions[name] = unions[name] | nonzero if name in unions else nonzero
             shares[name][number] = float(nonzero.float().mean())
@@ -105,18 +107,19 @@ def report(
             "of their blocks would seem smaller than it is"
         )
     total = sum(sizes.values())
-    blocks = sum(map(len, unions.values()))
-    union_bytes = sum(sizes[name] * float(union.float().mean()) for name, union in unions.items())
+    union_bytes = {name: sizes[name] * float(each.float().mean()) for name, each in unions.items()}
     bytes_per_second = link_gbits * 1e9 / 8
     ring = 2 * (workers - 1) / workers
-    own_bytes = [
-        sum(size * shares[name][batch] for name, size in sizes.items()) for batch in range(batches)
-    ]
-    sent_bytes = min(ring * union_bytes, (workers - 1) * max(own_bytes))
+    sent_bytes = 0.0
+    for name, union in unions.items():
+        most = max(shares[name])
+        sent_bytes += min(ring * union_bytes[name], (workers - 1) * most * sizes[name])
+        sent_bytes += min(ring * len(union) / 8, (workers - 1) * most * len(union) * NUMBER_BYTES)
+    own_bytes = sum(size * sum(shares[name]) for name, size in sizes.items())
     return Forecast(
-        density=sum(own_bytes) / batches / total,
-        union_density=union_bytes / total,
+        density=own_bytes / batches / total,
+        union_density=sum(union_bytes.values()) / total,
         dense_seconds=ring * total / bytes_per_second,
-        sparse_seconds=(sent_bytes + ring * blocks / 8) / bytes_per_second,
+        sparse_seconds=sent_bytes / bytes_per_second,
         densities={name: sum(each) / batches for name, each in shares.items()},
     )

@@ -251,6 +251,8 @@ class AggregatedAllReduce:
             bitmap_bytes=self._session.counters.sent_bytes - before - block_bytes,
             block_bytes=block_bytes,
             dense_bytes=flat.nbytes,
+            density=own / (len(nonzero) or 1),
+            union_density=union / (len(nonzero) or 1),
             pack_seconds=packed - began,
             send_seconds=summed - packed,
             unpack_seconds=time.perf_counter() - summed,
@@ -273,7 +275,7 @@ class AggregatedAllReduce:
         return totals.union_blocks
 
     def _element_of(self, flat: Tensor, wire_dtype: torch.dtype | None) -> int:
-        require_floats(flat, wire_dtype)
+        require_floats(flat.dtype, wire_dtype)
         dtype = wire_dtype or flat.dtype
         element = code_of(str(dtype).removeprefix("torch."))
         if element is None:
