@@ -1,12 +1,23 @@
 """Training in DDP: an embedding with a mostly zero gradient, and a dense CNN.
 
 Every worker draws its own batches, which are equal for all arms.
+
+dense         DDP's own all-reduce
+coo           the same with `sparse=True`, which torch sums as sparse tensors
+blocks        sparse_hook
+rows          sparse_hook with `sparse=True`
+thresholding  sparse_hook that holds small blocks back
+dedicated, colocated  sparse_hook through aggregators
+PowerSGD      torch's hook with rank 1
+top-k         the largest hundredth of the elements of each worker, with error feedback
 """
 
 import time
 
 import torch
 from torch import distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from torch.futures import Future
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,15 +27,19 @@ from graphstash.training.reduce import SparseState, Thresholding, sparse_hook
 ROWS, WIDTH, BAG, BATCH = 200_000, 64, 8, 64
 WARM_UP = 2  # steps: DDP rebuilds its buckets after the first
 
-TRAINED = ("dense", "blocks", "thresholding", "dedicated", "colocated")
+TRAINED = (
+    *("dense", "coo", "blocks", "rows", "thresholding", "dedicated", "colocated"),
+    *("PowerSGD", "top-k"),
+)
+TOP = 100
 
 
 class Embedding(nn.Module):
     """An embedding of 48.8 MiB, as in a recommender. A batch uses at most 512 of its rows."""
 
-    def __init__(self):
+    def __init__(self, *, sparse):
         super().__init__()
-        self.rows = nn.EmbeddingBag(ROWS, WIDTH)
+        self.rows = nn.EmbeddingBag(ROWS, WIDTH, sparse=sparse)
         self.head = nn.Sequential(nn.Linear(WIDTH, 256), nn.ReLU(), nn.Linear(256, 2))
 
     def forward(self, rows):
@@ -40,7 +55,7 @@ class Embedding(nn.Module):
 class CNN(nn.Module):
     """A CNN of 4.5 MiB, mostly two dense layers."""
 
-    def __init__(self):
+    def __init__(self, *, sparse):
         super().__init__()
         self.layers = nn.Sequential(
             *(nn.Conv2d(1, 16, 3, stride=2), nn.ReLU(), nn.Conv2d(16, 32, 3, stride=2), nn.ReLU()),
@@ -66,7 +81,8 @@ class Training:
 
     def __init__(self, rank, arms, *, model, arm):
         torch.manual_seed(0)
-        self._replica = DistributedDataParallel(MODELS[model](), gradient_as_bucket_view=True)
+        module = MODELS[model](sparse=arm in {"coo", "rows"})
+        self._replica = DistributedDataParallel(module, gradient_as_bucket_view=True)
         self._state = hooked(self._replica, arms, arm)
         self._drawn = torch.Generator().manual_seed(rank)
         self._optimizer = torch.optim.SGD(self._replica.parameters(), lr=0.1)
@@ -96,7 +112,16 @@ class Training:
 
 
 def hooked(replica, arms, arm):
-    if arm == "dense":
+    if arm in {"dense", "coo"}:
+        return None
+    if arm == "PowerSGD":
+        # The epsilon avoids a division of zeros by zero.
+        settings = {"matrix_approximation_rank": 1, "orthogonalization_epsilon": 1e-8}
+        state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=WARM_UP, **settings)
+        replica.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        return None
+    if arm == "top-k":
+        replica.register_comm_hook({}, top_k_hook)
         return None
     settings = {"keep": 0.2, "refresh_every": 10, "largest_error": 0.9}
     held = Thresholding(replica.module, **settings) if arm == "thresholding" else None
@@ -104,3 +129,21 @@ def hooked(replica, arms, arm):
     state = SparseState(thresholding=held, through=through)
     replica.register_comm_hook(state, sparse_hook)
     return state
+
+
+def top_k_hook(errors, bucket):
+    """Gather each worker's largest elements, and keep the others for the next step."""
+    values, world = bucket.buffer(), distributed.get_world_size()
+    values += errors.pop((bucket.index(), len(values)), 0)
+    places = values.abs().topk(-(-len(values) // TOP)).indices
+    mine = torch.stack([values[places].view(torch.int32), places.int()])
+    every = mine.new_empty(world * 2, mine.shape[1])
+    distributed.all_gather_into_tensor(every, mine)
+    values[places] = 0
+    errors[bucket.index(), len(values)] = values.clone()
+    values.zero_()
+    for chosen, where in every.view(world, 2, -1):
+        values.index_add_(0, where, chosen.view(torch.float32), alpha=1 / world)
+    done = Future()
+    done.set_result(values)
+    return done
