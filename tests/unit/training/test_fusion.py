@@ -436,6 +436,40 @@ def test_fusion_cannot_be_closed_without_notice_after_a_failed_backward():
         training.fusion.close()
 
 
+def trained_gan(*, fused, freezes, first="generator"):
+    """Train a GAN, and return the parameters of both models."""
+    torch.manual_seed(0)
+    generator, discriminator = nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    models = {"generator": generator, "discriminator": discriminator}
+    optimizers = {name: SGD(model.parameters(), lr=0.1) for name, model in models.items()}
+    if fused:
+        for name, model in models.items():
+            fuse(model, optimizers[name], "backward")
+    for name in sorted(models, key=lambda name: name != first) * 4:
+        made = generator(torch.randn(5, 4))
+        optimizers[name].zero_grad()
+        if name == "generator":
+            discriminator.requires_grad_(not freezes)
+            loss = -discriminator(made).mean()
+        else:
+            loss = discriminator(made.detach()).mean() - discriminator(torch.randn(5, 8)).mean()
+        loss.backward()
+        optimizers[name].step()
+        discriminator.requires_grad_(True)
+    return values(generator) + values(discriminator)
+
+
+def test_unfrozen_discriminator_is_named_as_the_cause_of_second_gradients():
+    with pytest.raises(FusionError, match=r"GAN's generator.*requires_grad_\(False\)"):
+        trained_gan(fused=True, freezes=False)
+
+
+@pytest.mark.parametrize("first", ["generator", "discriminator"])
+def test_discriminator_that_its_generator_freezes_trains_as_without_fusion(first):
+    settings = {"freezes": True, "first": first}
+    assert_same(trained_gan(fused=False, **settings), trained_gan(fused=True, **settings))
+
+
 def test_parameter_cannot_be_fused_twice():
     training = Loop("forward")
 

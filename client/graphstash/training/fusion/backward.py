@@ -47,6 +47,10 @@ _USED: Final = (
     "hook of an activation in backward)"
 )
 
+_OF_A_GENERATOR: Final = (
+    "the loss of a GAN's generator, which needs discriminator.requires_grad_(False) in its step"
+)
+
 
 @dataclass(slots=True)
 class _Unit:
@@ -324,8 +328,8 @@ class BackwardFusion(Fusion):
             self.flush()  # a failed backward is the reason for the second gradient
         raise FusionError(
             f"the gradient of {named([parameter], self.names)} came twice between two steps "
-            "(accumulation, a second loss, a checkpoint with use_reentrant=True, no step()), "
-            f"but the parameter is updated when it comes first; {self._remedy}"
+            "(accumulation, a second loss, a checkpoint with use_reentrant=True, no step(), or "
+            f"{_OF_A_GENERATOR}), but the parameter is updated when it comes first; {self._remedy}"
         )
 
     def _update(self, unit: _Unit, options: Options) -> None:
@@ -555,9 +559,9 @@ class BackwardFusion(Fusion):
         if watched.twice:
             raise FusionError(
                 f"{len(watched.twice)} gradients ({named(watched.twice, self.names)}) came twice "
-                "before the first step (accumulation, a second loss, or a checkpoint with "
-                "use_reentrant=True), but parameters are updated when they come first; "
-                f"{self._remedy}"
+                "before the first step (accumulation, a second loss, a checkpoint with "
+                f"use_reentrant=True, or {_OF_A_GENERATOR}), but parameters are updated when "
+                f"they come first; {self._remedy}"
             )
         changed = [
             parameter
