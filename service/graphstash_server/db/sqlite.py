@@ -7,18 +7,18 @@ itself reads single rows that are in memory (`SqliteHere`).
 
 import asyncio
 import sqlite3
-import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
-from queue import SimpleQueue
 from resource import RUSAGE_THREAD, getrusage
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeVar
 
 from sqlalchemy.dialects.sqlite.base import SQLiteCompiler
 from sqlalchemy.engine import URL, Dialect
 from sqlalchemy.exc import DBAPIError
+
+from graphstash_server.threads import Threads
 
 __all__ = [
     "HintingCompiler",
@@ -32,9 +32,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-
-_Work: TypeAlias = Callable[[sqlite3.Connection], Any]
-_Job: TypeAlias = "tuple[_Work, asyncio.Future[Any], asyncio.AbstractEventLoop]"
 
 _BUSY_MILLISECONDS: Final = 10_000
 
@@ -77,51 +74,32 @@ class SqliteThread:
         """Start nothing yet. A reader's connection is read-only."""
         self.dialect: Dialect = url.get_dialect()()
         self._url = url
-        self._name = name
         self._is_reader = is_reader
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._connection: sqlite3.Connection | None = None
+        self._thread = Threads(1, name=name, when_ended=self._hang_up)
 
     def call(self, work: Callable[[sqlite3.Connection], T]) -> "asyncio.Future[T]":
         """Run `work` in the thread, after all earlier calls."""
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
-        self._jobs.put((work, future, loop))
-        return future
+        return self._thread.call(partial(self._run, work))
 
     async def close(self) -> None:
         """Finish the earlier calls, then end the thread and its connection."""
-        thread = self._thread
-        self.end()
-        if thread is not None:
-            await asyncio.to_thread(thread.join)
+        await self._thread.close()
 
     def end(self) -> None:
         """Like `close`, but do not wait."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._jobs.put(None)
+        self._thread.end()
 
-    def _run(self) -> None:
-        connection: sqlite3.Connection | None = None
-        while (job := self._jobs.get()) is not None:
-            work, future, loop = job
-            try:
-                if connection is None:
-                    connection = connect(self._url, is_reader=self._is_reader)
-                deliver = partial(_settle, future, work(connection))
-            except sqlite3.Error as error:
-                deliver = partial(_fail, future, as_core_error(error))
-            except BaseException as error:  # noqa: BLE001 - the caller raises it
-                deliver = partial(_fail, future, error)
-            try:
-                loop.call_soon_threadsafe(deliver)
-            except RuntimeError:  # the loop has ended, so no caller waits
-                break
-            del job, work, future, deliver  # release the references while the thread is idle
+    def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        try:
+            if self._connection is None:
+                self._connection = connect(self._url, is_reader=self._is_reader)
+            return work(self._connection)
+        except sqlite3.Error as error:
+            raise as_core_error(error) from error
+
+    def _hang_up(self) -> None:
+        connection, self._connection = self._connection, None
         if connection is not None:
             connection.close()
 
@@ -292,16 +270,6 @@ def set_pragmas(connection: Any, _record: Any) -> None:
 def as_core_error(error: sqlite3.Error) -> Exception:
     """Wrap an error as SQLAlchemy does, so that the same handlers catch it."""
     return DBAPIError.instance(None, None, error, sqlite3.Error)
-
-
-def _settle(future: "asyncio.Future[Any]", result: Any) -> None:
-    if not future.done():
-        future.set_result(result)
-
-
-def _fail(future: "asyncio.Future[Any]", error: BaseException) -> None:
-    if not future.done():
-        future.set_exception(error)
 
 
 async def _completed(future: "asyncio.Future[T]") -> T:

@@ -26,6 +26,7 @@ from graphstash_server.storage.upload import (
     remove_abandoned,
     sync_directory,
 )
+from graphstash_server.threads import Threads
 
 __all__ = ["DiskBlobStore"]
 
@@ -66,7 +67,7 @@ class DiskBlobStore(BlobStore):
         self._space = SpaceGuard(directory, min_free_bytes=min_free_bytes)
         self._syncs = DirectorySyncs()
         self._readers = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="blob-read")
-        self._writers = ThreadPoolExecutor(_WRITE_THREADS, thread_name_prefix="blob-write")
+        self._writers = Threads(_WRITE_THREADS, name="blob-write")
 
     async def put(self, digest: Digest, chunks: AsyncIterator[bytes]) -> None:
         """Store the bytes durably, see `BlobStore.put`."""
@@ -127,7 +128,7 @@ class DiskBlobStore(BlobStore):
 
     async def close(self) -> None:
         """Wait for the threads. No call may follow."""
-        await asyncio.to_thread(self._writers.shutdown)
+        await self._writers.close()
         await asyncio.to_thread(self._readers.shutdown)
 
     def _present(self, found: T | None) -> T | None:
@@ -152,7 +153,7 @@ class DiskBlobStore(BlobStore):
 
     async def _write(self, call: Callable[[], T]) -> T:
         with _as_unavailable():
-            return await asyncio.get_running_loop().run_in_executor(self._writers, call)
+            return await self._writers.call(call)
 
 
 @contextmanager

@@ -274,7 +274,8 @@ class DirectorySyncs:
         # Directories whose own names are durable, only grows. A `Path` is built once for each.
         self._durable: dict[str, Path] = {}
         self._lock = threading.Lock()  # guards _pending, held for a moment
-        self._pending: dict[Path, Future[None]] = {}  # syncs that have not begun
+        # Syncs that have not begun. Only a sync that another thread waits for needs a future.
+        self._pending: dict[Path, Future[None] | None] = {}
         # One sync of a directory at a time. The syncing thread takes `_lock` while it holds a turn.
         self._turns: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
 
@@ -297,23 +298,27 @@ class DirectorySyncs:
         Raises:
             OSError: the disk failed. Every thread that waits for the same sync gets the error.
         """
+        shared = None
         with self._lock:
-            pending = self._pending.get(directory)
-            if pending is None:
-                own = self._pending[directory] = Future()
+            if directory in self._pending:
+                shared = self._pending[directory] = self._pending[directory] or Future()
+            else:
+                self._pending[directory] = None
                 turn = self._turns[directory]
-        if pending is not None:
-            pending.result()
+        if shared is not None:
+            shared.result()
             return
         with turn:
             with self._lock:
-                del self._pending[directory]
+                shared = self._pending.pop(directory)
             try:
                 sync_directory(directory)
             except BaseException as error:
-                own.set_exception(error)
+                if shared is not None:
+                    shared.set_exception(error)
                 raise
-        own.set_result(None)
+        if shared is not None:
+            shared.set_result(None)
 
 
 def remove_abandoned(directory: Path) -> int:
