@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse
 from pydantic import TypeAdapter
+from starlette.types import ASGIApp
 
 from graphstash_schema import ArtifactKey, ErrorCode, ManifestEntry, Problem
 from graphstash_schema.explanation import Description
@@ -74,6 +75,17 @@ class ServerApp(FastAPI):
         )
         self.requests = set()
         self._documenting = asyncio.Lock()
+
+    def build_middleware_stack(self) -> ASGIApp:
+        """Return the middleware from `RequestFrame` on, which answers every exception.
+
+        FastAPI's outer middleware handles errors, telemetry and limits of bodies. The server does
+        all three itself, and each request would pass through each of them.
+        """
+        app: Any = super().build_middleware_stack()
+        while not isinstance(app, RequestFrame):
+            app = app.app
+        return app
 
     async def document(self) -> dict[str, Any]:
         """Return the OpenAPI document. The first call builds it in a thread, in about 0.2 s."""
