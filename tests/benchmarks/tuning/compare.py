@@ -1,7 +1,8 @@
-"""Run searchers on a problem with paired seeds, and compare them with random search."""
+"""Run searchers on a problem with paired seeds, and compare them with the first of them."""
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from statistics import median
 from time import monotonic
@@ -14,11 +15,13 @@ from support.tuning_costs import area_above
 ARMS = {
     "random": ("random", {}),
     "g-bfs": ("g-bfs", {}),
-    "g-bfs, the paper's start": ("g-bfs", {"starts": 0}),
+    "g-bfs, no model": ("g-bfs", {"modelled": 0}),
+    "g-bfs, the paper's start": ("g-bfs", {"starts": 0, "modelled": 0}),
     "n-a2c": ("n-a2c", {}),
     "n-a2c, the paper's start": ("n-a2c", {"starts": 0}),
     "xgboost": ("xgboost", {}),
     "rnn": ("rnn", {}),
+    "hyperopt": (None, {}),  # slow: not among the arms that run by default
 }
 """Arms: searchers and their options."""
 
@@ -82,8 +85,9 @@ def compare(problem, arms, seed, most):
 class _Search:
     def __init__(self, problem, arm, seed):
         name, options = ARMS[arm]
+        make = partial(make_searcher, name) if name else _hyperopt
         self._problem = problem
-        self._searcher = make_searcher(name, problem.space, seed=seed, **options)
+        self._searcher = make(problem.space, seed=seed, **options)
         self._seconds = []
 
     def step(self):
@@ -105,6 +109,12 @@ class _Search:
         return [trial.configuration for trial in cheapest[:FINALISTS]]
 
 
+def _hyperopt(space, *, seed):
+    from benchmarks.tuning.tpe import Hyperopt  # imports hyperopt, which takes seconds
+
+    return Hyperopt(space, seed=seed)
+
+
 def best_known(problem, runs):
     """Return the lowest cost of the space, or of all measurements, without finalists."""
     return problem.optimum or min(run.best[-1] for each in runs.values() for run in each)
@@ -115,18 +125,22 @@ def rows_of(problem, runs, most):
     known = best_known(problem, runs)
     if problem.compare is not None:
         finals = [min(run.final for run in seed) for seed in zip(*runs.values(), strict=True)]
+    first = next(iter(runs))
     rows = {}
     for arm, each in runs.items():
         row = rows[arm] = {}
         for share, count in points_of(problem, most).items():
-            row[f"{share:.1%} ({count})"] = _summary(run.best[count - 1] / known for run in each)
+            ratios = [run.best[count - 1] / known for run in each]
+            cell = row[f"{share:.1%} ({count})"] = _summary(ratios)
+            if arm != first:
+                cell["p"] = _p(ratios, [run.best[count - 1] / known for run in runs[first]])
         if problem.compare is not None:
             row[REMEASURED] = _summary(
                 run.final / final for run, final in zip(each, finals, strict=True)
             )
             row |= _seconds(each, known)
-        if arm != "random" and "random" in runs:
-            row |= _against(each, runs["random"], known)
+        if arm != first:
+            row |= _against(each, first, runs[first], known)
     return rows
 
 
@@ -164,11 +178,14 @@ def _summary(values):
     return {"median": median(values), "min": min(values), "max": max(values)}
 
 
-def _against(runs, baseline, known):
-    """Wilcoxon's signed-rank test of the areas under the curves, paired by seed, two-sided."""
+def _against(runs, first, baseline, known):
+    """Compare the areas under the curves, paired by seed."""
     areas = [[area_above(run.best, known) for run in each] for each in (runs, baseline)]
-    differences = [a - b for a, b in zip(*areas, strict=True)]
-    return {
-        "seeds with less area than random": sum(each < 0 for each in differences),
-        "p": float(wilcoxon(differences).pvalue) if any(differences) else 1.0,
-    }
+    less = sum(a < b for a, b in zip(*areas, strict=True))
+    return {f"seeds with less area than {first}": less, "p": _p(*areas)}
+
+
+def _p(values, others):
+    """Return the p of Wilcoxon's signed-rank test, two-sided; failures count as a cost of 1e9."""
+    differences = [min(a, 1e9) - min(b, 1e9) for a, b in zip(values, others, strict=True)]
+    return float(wilcoxon(differences).pvalue) if any(differences) else 1.0

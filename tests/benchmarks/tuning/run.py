@@ -34,7 +34,8 @@ from benchmarks.tuning.problems import lattices, table
 
 EXPLANATION = (
     "Cells: the best so far over the best known, median of the seeds (lowest to highest), after "
-    "that share of the space was measured (so many measurements). Re-measured: the best of 5 "
+    "that share of the space was measured (so many measurements); p against the first row. "
+    "Re-measured: the best of 5 "
     "finalists over the best of that seed, measured against those of the other searchers. To "
     "within 5%: of the best known (inf: not reached). Seconds: wall time; searchers took turns, "
     "one measurement each. Area: the mean over the measurements of log(best so far / best known); "
@@ -143,7 +144,8 @@ def savings(rows):
 
 def shown(cell):
     if isinstance(cell, dict):
-        return f"{cell['median']:.2f} ({cell['min']:.2f} to {cell['max']:.2f})"
+        p = f", p {cell['p']:.2g}" if "p" in cell else ""
+        return f"{cell['median']:.2f} ({cell['min']:.2f} to {cell['max']:.2f}){p}"
     return f"{cell:.2g}" if isinstance(cell, float) else str(cell)
 
 
@@ -153,7 +155,8 @@ def parse_options(arguments):
     )
     parser.add_argument("--seeds", type=int, default=30, help="how many [30]")
     parser.add_argument("--most", type=float, default=0.05, help="largest share of a space [0.05]")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS), help="[all]")
+    arms = [arm for arm in ARMS if arm != "hyperopt"]
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=arms, help="[all but hyperopt]")
     parser.add_argument("--lattices", nargs="*", type=int, default=(32, 64), help="[32 64]")
     parser.add_argument("--tables", type=Path, help="a folder of CSV files")
     parser.add_argument("--gemm", nargs="+", type=int, default=(), help="lengths, for TVM [none]")

@@ -26,11 +26,11 @@ def bench(folder, *options):
 
 def test_benchmark_replays_tables(tmp_path):
     table(tmp_path)
-    bench(tmp_path, "--tables", str(tmp_path), "--arms", "random", "g-bfs", "xgboost")
+    bench(tmp_path, "--tables", str(tmp_path), "--arms", "random", "g-bfs", "hyperopt")
     report = json.loads((tmp_path / "out" / "bench-tuning.json").read_text())
     assert report["problems"]["made"]["size"] == 64
     rows = report["problems"]["made"]["rows"]
-    assert set(rows) == {"random", "g-bfs", "xgboost"}
+    assert set(rows) == {"random", "g-bfs", "hyperopt"}
     assert all(cells["5.0% (4)"]["min"] >= 1 for cells in rows.values())
     assert "## made" in (tmp_path / "out" / "bench-tuning.md").read_text()
     assert (tmp_path / "out" / "bench-tuning.png").stat().st_size > 1000

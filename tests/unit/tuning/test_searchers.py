@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from graphstash.tuning.search import SEARCHERS, make_searcher
+from graphstash.tuning.search._cost_model import LENGTH, NOISE, CostModel
 from graphstash.tuning.search.base import CostError, Trial
 from graphstash.tuning.search.gbfs import GBFS
 from graphstash.tuning.search.na2c import ActorCritic, Transitions
@@ -197,7 +198,7 @@ def test_gbfs_with_all_neighbours_is_best_first_search_by_hand():
     """The example has m = 4 in three factors: six states with given costs."""
     costs = {(4, 1, 1): 9, (2, 2, 1): 7, (2, 1, 2): 4, (1, 4, 1): 6, (1, 2, 2): 5, (1, 1, 4): 8}
     space = GemmSpace(4, 1, 1, factors=(3, 1, 1))
-    searcher = GBFS(space, rho=100, starts=0)
+    searcher = GBFS(space, rho=100, starts=0, modelled=0)
     rounds = []
     while asked := searcher.ask(100):
         rounds.append({each[:3] for each in asked})
@@ -213,17 +214,47 @@ def test_gbfs_with_all_neighbours_is_best_first_search_by_hand():
 
 def test_gbfs_restarts_at_another_state_if_its_queue_is_empty():
     space = TableSpace("ab", [(0, 0), (0, 1), (5, 7), (9, 9)])  # three islands
-    searcher = run(GBFS(space, starts=0), 10)
+    searcher = run(GBFS(space, starts=0, modelled=0), 10)
     assert {trial.configuration for trial in searcher.trials} == set(space)
 
 
 def test_gbfs_expands_several_states_for_parallel_measurement():
-    searcher = GBFS(GemmSpace(64, 64, 64), width=4)
-    asked = searcher.ask(100)
-    assert len(asked) == 8
-    for each in asked:
-        searcher.tell(each, cost_of(each))
-    assert 5 < len(searcher.ask(100)) <= 20
+    searcher = GBFS(GemmSpace(64, 64, 64), width=4, modelled=13)
+    for least, most in ((8, 8), (4, 4), (4, 4), (6, 20)):  # random, two by the model, neighbours
+        asked = searcher.ask(100)
+        assert least <= len(asked) <= most
+        for each in asked:
+            searcher.tell(each, cost_of(each))
+
+
+def test_model_finds_the_lowest_sum_after_few_measurements():
+    """Each parameter adds to the logarithm of the cost, so a part of the space tells the rest."""
+    space = ParameterSpace({name: [*range(8)] for name in "abc"})  # 512 configurations
+    ranks = []
+    for seed in range(10):
+        searcher = GBFS(space, seed=seed, modelled=18)
+        for _ in range(18):
+            [asked] = searcher.ask()
+            searcher.tell(asked, math.exp(sum(abs(value - 5) for value in asked)))
+        ranks.append(searcher.best.cost)
+    assert mean(map(math.log, ranks)) < 1, ranks
+
+
+def test_score_is_the_mean_minus_the_deviation_of_its_gaussian_process():
+    draw = np.random.default_rng(0)
+    known, other, costs = draw.uniform(-1, 1, (6, 3)), draw.uniform(-1, 1, 3), draw.uniform(1, 9, 6)
+    costs[4] = math.inf
+
+    def similar(x, y):
+        away = np.abs(x[:, None] - y[None]) / LENGTH
+        return (np.exp(-away).mean(axis=2) + np.exp(-2 * away.mean(axis=2))) / 2
+
+    logs = np.log(np.where(np.isinf(costs), costs[np.isfinite(costs)].max(), costs))
+    inverse = np.linalg.inv(similar(known, known) + NOISE * np.eye(6))
+    row = similar(other[None], known)[0]
+    expected = row @ inverse @ (logs - logs.mean()) / logs.std() - np.sqrt(1 - row @ inverse @ row)
+    model = CostModel(known.tolist(), costs.tolist())
+    assert model.score(other.tolist()) == pytest.approx(expected)
 
 
 # --- Networks

@@ -10,17 +10,26 @@
 or not at all. The paper does not say what follows an empty queue; this search continues from a
 random unvisited configuration.
 
-The queue starts with a few random configurations. The paper's queue starts with the untiled one,
-which is slow, like its neighbours; on most spaces, a short search then loses to random search.
+The paper's queue starts with the untiled configuration, which is slow, like its neighbours; on most
+spaces, a short search then loses to random search. This search first measures a few random
+configurations, then one after the other those that a model of all costs so far prefers. All of them
+start in the queue.
 """
 
+import math
 from collections.abc import Sequence
-from heapq import heappop, heappush
+from heapq import heappop, heappush, nsmallest
+from typing import Final
 
+from graphstash.tuning.search._cost_model import CostModel
 from graphstash.tuning.search.base import Searcher, Trial
 from graphstash.tuning.space import Configuration, SearchSpace
 
 __all__ = ["GBFS"]
+
+DRAWN: Final = 300
+EXPANDED: Final = 4
+"""The model chooses among so many random configurations and the neighbours of so many cheapest."""
 
 
 class GBFS(Searcher):
@@ -29,12 +38,14 @@ class GBFS(Searcher):
     Args:
         space: the space to search.
         seed: seed of every choice.
-        first: configurations to measure before all others, instead of `starts`.
-        starts: number of random configurations in the initial queue; 0 for the start of the space,
-            as in the paper.
+        first: configurations to measure before all others, instead of `starts` and `modelled`.
+        starts: number of random configurations to measure first; 0 for the start of the space, as
+            in the paper.
+        modelled: number of measurements, including known ones, from which on neighbours are drawn
+            as in the paper. Before, a model chooses. 0 for no model, as in the paper.
         rho: maximum neighbours drawn per configuration.
         width: maximum configurations expanded per round; 1 in the paper. Up to rho * width can be
-            measured in parallel.
+            measured in parallel, while the model chooses up to width.
 
     Raises:
         SpaceError: a configuration of `first` is not in the space.
@@ -48,6 +59,7 @@ class GBFS(Searcher):
         seed: int = 0,
         first: Sequence[Configuration] = (),
         starts: int = 8,
+        modelled: int = 18,
         rho: int = 5,
         width: int = 1,
     ) -> None:
@@ -55,17 +67,22 @@ class GBFS(Searcher):
             raise ValueError(f"rho is {rho}, width is {width}: both must be at least 1")
         super().__init__(space, seed=seed, first=first)
         self._begin(starts)
+        # Neighbours of a similar kernel's best are a better guess than a model of few costs.
+        self._modelled = 0 if first else modelled
         self._rho = rho
         self._width = width
         self._queue: list[tuple[float, int, Configuration]] = []
-        self._pushed = 0
+        self._learned: list[Trial] = []
 
     def _learn(self, trials: list[Trial]) -> None:
         for trial in trials:
-            heappush(self._queue, (trial.cost, self._pushed, trial.configuration))
-            self._pushed += 1  # of equal costs, the first is expanded first
+            # Of equal costs, the first is expanded first.
+            heappush(self._queue, (trial.cost, len(self._learned), trial.configuration))
+            self._learned.append(trial)
 
     def _propose(self) -> list[Configuration]:
+        if len(self._learned) < self._modelled and (found := self._promising()):
+            return found
         chosen: dict[Configuration, None] = {}
         expanded = 0
         while self._queue and expanded < self._width:
@@ -75,3 +92,16 @@ class GBFS(Searcher):
             chosen.update(dict.fromkeys(new))
             expanded += bool(new)
         return list(chosen) or self._unvisited(1)
+
+    def _promising(self) -> list[Configuration]:
+        """Return the configurations that the model prefers among random ones and neighbours."""
+        costs = [trial.cost for trial in self._learned]
+        if len({cost for cost in costs if math.isfinite(cost)}) < 2:  # nothing to learn from
+            return []
+        features = self.space.features
+        model = CostModel([features(each.configuration) for each in self._learned], costs)
+        drawn = [self.space.draw(self._random) for _ in range(DRAWN)]
+        for trial in nsmallest(EXPANDED, self._learned, key=lambda trial: trial.cost):
+            drawn += self.space.neighbours(trial.configuration)
+        new = [each for each in dict.fromkeys(drawn) if each not in self._visited]
+        return nsmallest(self._width, new, key=lambda each: model.score(features(each)))
