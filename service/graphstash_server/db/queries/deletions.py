@@ -1,6 +1,6 @@
 """Statements on `deletions` and `generations`."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import datetime, timedelta
 from typing import Final
 
@@ -164,7 +164,10 @@ async def find_states(source: Source, digests: Sequence[Digest]) -> tuple[set[st
     """Return in one statement the SHA-256 of the blobs that the store may still delete, and the
     generations by SHA-256. Blobs of generation 0 are left out.
     """
-    found = await _STATES.fetch(source, {"blobs": [digest.sha256 for digest in digests]})
+    if len(digests) == 1:  # most uploads; a list would cost as much as the rest of the statement
+        found = await _STATES_OF_ONE.fetch(source, {"blob": digests[0].sha256})
+    else:
+        found = await _STATES.fetch(source, {"blobs": [digest.sha256 for digest in digests]})
     doomed = {sha256 for sha256, generation in found if generation == _DOOMED}
     return doomed, {sha256: generation for sha256, generation in found if generation != _DOOMED}
 
@@ -172,18 +175,25 @@ async def find_states(source: Source, digests: Sequence[Digest]) -> tuple[set[st
 _DOOMED: Final = -1
 """Marks the rows of `_STATES` with blobs that the store may still delete. No generation."""
 
+
 # One statement reads both tables at the same time. Ending a deletion increments the generation in
 # the same transaction, so a blob is found doomed or with its new generation.
-_STATES = Prepared(
-    lambda dialect: union_all(
-        select(deletions.c.sha256, literal_column(str(_DOOMED), BigInteger)).where(
-            is_one_of(deletions.c.sha256, "blobs", dialect), _IS_UNCONFIRMED
-        ),
-        select(generations.c.sha256, generations.c.generation).where(
-            is_one_of(generations.c.sha256, "blobs", dialect)
-        ),
+def _states(is_wanted: Callable[[ColumnElement[str], str], ColumnElement[bool]]) -> Prepared:
+    """Prepare a statement. `is_wanted` returns the condition on a column, for a dialect."""
+    return Prepared(
+        lambda dialect: union_all(
+            select(deletions.c.sha256, literal_column(str(_DOOMED), BigInteger)).where(
+                is_wanted(deletions.c.sha256, dialect), _IS_UNCONFIRMED
+            ),
+            select(generations.c.sha256, generations.c.generation).where(
+                is_wanted(generations.c.sha256, dialect)
+            ),
+        )
     )
-)
+
+
+_STATES = _states(lambda column, dialect: is_one_of(column, "blobs", dialect))
+_STATES_OF_ONE = _states(lambda column, _: column == bindparam("blob"))
 
 
 async def release_deletions(
