@@ -15,8 +15,9 @@ from support.tuning_costs import area_above
 ARMS = {
     "random": ("random", {}),
     "g-bfs": ("g-bfs", {}),
-    "g-bfs, no model": ("g-bfs", {"modelled": 0}),
-    "g-bfs, the paper's start": ("g-bfs", {"starts": 0, "modelled": 0}),
+    "g-bfs, no model": ("g-bfs", {"modelled": 0, "exploring": None}),
+    "g-bfs, not exploring": ("g-bfs", {"exploring": None}),
+    "g-bfs, the paper's start": ("g-bfs", {"starts": 0, "modelled": 0, "exploring": None}),
     "n-a2c": ("n-a2c", {}),
     "n-a2c, the paper's start": ("n-a2c", {"starts": 0}),
     "xgboost": ("xgboost", {}),

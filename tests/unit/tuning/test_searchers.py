@@ -227,6 +227,14 @@ def test_gbfs_expands_several_states_for_parallel_measurement():
             searcher.tell(each, cost_of(each))
 
 
+def test_gbfs_draws_a_random_configuration_beside_the_neighbours():
+    searcher = run(GBFS(GemmSpace(64, 64, 64), starts=1, modelled=0, exploring=1), 1)
+    around = set(searcher.space.neighbours(searcher.trials[0].configuration))
+    asked = searcher.ask(100)
+    assert len(asked) == 6
+    assert len(set(asked) - around) == 1
+
+
 def test_model_finds_the_lowest_sum_after_few_measurements():
     """Each parameter adds to the logarithm of the cost, so a part of the space tells the rest."""
     space = ParameterSpace({name: [*range(8)] for name in "abc"})  # 512 configurations

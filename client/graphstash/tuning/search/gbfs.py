@@ -13,7 +13,8 @@ random unvisited configuration.
 The paper's queue starts with the untiled configuration, which is slow, like its neighbours; on most
 spaces, a short search then loses to random search. This search first measures a few random
 configurations, then one after the other those that a model of all costs so far prefers. All of them
-start in the queue.
+start in the queue. Later rounds have a random configuration beside the neighbours, because the
+queue may lead around a local minimum.
 """
 
 import math
@@ -46,6 +47,8 @@ class GBFS(Searcher):
         rho: maximum neighbours drawn per configuration.
         width: maximum configurations expanded per round; 1 in the paper. Up to rho * width can be
             measured in parallel, while the model chooses up to width.
+        exploring: number of measurements, including known ones, from which on each round has one
+            more configuration, a random one; None for never, as in the paper.
 
     Raises:
         SpaceError: a configuration of `first` is not in the space.
@@ -62,6 +65,7 @@ class GBFS(Searcher):
         modelled: int = 18,
         rho: int = 5,
         width: int = 1,
+        exploring: int | None = 45,
     ) -> None:
         if rho < 1 or width < 1:
             raise ValueError(f"rho is {rho}, width is {width}: both must be at least 1")
@@ -71,6 +75,7 @@ class GBFS(Searcher):
         self._modelled = 0 if first else modelled
         self._rho = rho
         self._width = width
+        self._exploring = math.inf if exploring is None else exploring
         self._queue: list[tuple[float, int, Configuration]] = []
         self._learned: list[Trial] = []
 
@@ -83,7 +88,8 @@ class GBFS(Searcher):
     def _propose(self) -> list[Configuration]:
         if len(self._learned) < self._modelled and (found := self._promising()):
             return found
-        chosen: dict[Configuration, None] = {}
+        explores = self._queue and len(self._learned) >= self._exploring
+        chosen = dict.fromkeys(self._unvisited(1) if explores else [])
         expanded = 0
         while self._queue and expanded < self._width:
             neighbours = self.space.neighbours(heappop(self._queue)[-1])
