@@ -5,14 +5,13 @@ import re
 import signal
 import subprocess
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 
 from fastapi.routing import APIRoute
 
 from graphstash_schema import Digest
-from graphstash_server.db.sqlite import SqliteThread
 from graphstash_server.storage import upload as storage_upload
 from graphstash_server.testing import LiveServer, ServerProcess
+from graphstash_server.threads import Threads
 from support.waiting import until
 
 BLOB = b"an executable" * 300
@@ -22,18 +21,13 @@ def test_small_upload_calls_a_thread_for_the_blob_and_one_for_the_commit(
     tmp_path, connect, monkeypatch
 ):
     called = []
-    submit, call = ThreadPoolExecutor.submit, SqliteThread.call
+    call = Threads.call
 
-    def submit_counted(pool, *work):
-        called.append(pool._thread_name_prefix)
-        return submit(pool, *work)
+    def call_counted(threads, work):
+        called.append(threads._name)
+        return call(threads, work)
 
-    def call_counted(thread, work):
-        called.append(thread._name)
-        return call(thread, work)
-
-    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit_counted)
-    monkeypatch.setattr(SqliteThread, "call", call_counted)
+    monkeypatch.setattr(Threads, "call", call_counted)
     monkeypatch.setattr(storage_upload, "_AMPLE_SECONDS", 3600.0)  # free space is known
     with LiveServer(tmp_path, flush_seconds=60, log_level="error") as server:
         api = connect(server.url)
