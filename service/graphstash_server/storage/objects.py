@@ -162,7 +162,7 @@ class ObjectBlobStore(BlobStore):
         opening = self._threads.submit(self._open, digest)
         with self._failures_named("get a blob"):
             try:
-                return await asyncio.shield(asyncio.wrap_future(opening))
+                return await _shielded(opening)
             except asyncio.CancelledError:
                 opening.add_done_callback(_close_unread)
                 raise
@@ -252,7 +252,7 @@ class ObjectBlobStore(BlobStore):
         sent = self._writers.submit(self._upload, sending, digest)
         with self._failures_named("put a blob"):
             try:
-                await asyncio.shield(asyncio.wrap_future(sent))
+                await _shielded(sent)
             except asyncio.CancelledError:
                 sending.cancel()
                 if sent.cancel():  # it waited for a thread
@@ -336,3 +336,12 @@ def _close_unread(opening: "Future[_ObjectReader | None]") -> None:
     reader = None if opening.exception() else opening.result()
     if reader is not None:
         reader.close_now()
+
+
+def _shielded(work: "Future[T]") -> "asyncio.Future[T]":
+    """Return a future of a thread's work, which goes on if the caller is cancelled. asyncio would
+    log an error of such work, because no caller retrieves it.
+    """
+    future = asyncio.wrap_future(work)
+    future.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return asyncio.shield(future)
