@@ -160,3 +160,6 @@ def test_refusal_of_types_and_factors_does_not_depend_on_density(ranks):
     for refused in ranks(2).run("strided_sums:refused_values"):
         assert ["do not add torch." in each for each in refused["types"]] == [True] * 16
         assert ["makes NaN of zeros" in each for each in refused["scales"]] == [True] * 4
+        assert ["cannot be multiplied" in each for each in refused["fractions"]] == [True] * 3
+        assert ["cannot be added up" in each for each in refused["small floats"]] == [True] * 4
+        assert "27000000000 sparse places" in refused["places"][0]

@@ -97,6 +97,8 @@ def refused_types() -> dict[str, list[str]]:
 def refused_values() -> dict[str, list[str]]:
     """Return the errors for integers that process groups do not add, and for infinite factors."""
     group = BlockSparseAllReduce(block_size=4)
+    of_one_rank = torch.eye(1, 400).flatten() * (distributed.get_rank() == 0)
+    sparse = torch.sparse_coo_tensor(torch.zeros(3, 1), torch.ones(1), (3000, 3000, 3000))
     types = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
     with AggregatedAllReduce(block_size=4) as aggregated:
         return {
@@ -111,6 +113,19 @@ def refused_values() -> dict[str, list[str]]:
                 for reduce in (group, aggregated)
                 for scale in (float("inf"), float("nan"))
             ],
+            "fractions": [
+                error_of(partial(reduce.sum_, of_one_rank.to(torch.int32), scale=0.5))
+                for reduce in (group, aggregated)
+            ]
+            + [error_of(partial(group.sum_sparse, of_one_rank.int().to_sparse(), scale=0.5))],
+            "small floats": [
+                error_of(
+                    partial(reduce.sum_, of_one_rank.neg().to(small), wire_dtype=torch.float16)
+                )
+                for small in SMALL
+                for reduce in (group, aggregated)
+            ],
+            "places": [error_of(partial(group.sum_sparse, sparse))],
         }
 
 

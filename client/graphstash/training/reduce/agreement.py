@@ -62,14 +62,16 @@ def require_floats(dtype: torch.dtype, wire_dtype: torch.dtype | None) -> None:
     """Reject a type that cannot be added, and a conversion that may lose most of a value.
 
     Raises:
-        ConfigError: the elements would be sent as 8-bit floats; or the types differ, and at least
-            one is not a floating-point type.
+        ConfigError: the elements are 8-bit floats, or would be sent as such; or the types differ,
+            and at least one is not a floating-point type.
     """
     sent = wire_dtype or dtype
-    if sent.is_floating_point and sent not in _FLOATS:
-        raise ConfigError(
-            f"{sent} cannot be added up: take {', '.join(map(str, _FLOATS))} as wire_dtype="
-        )
+    for each in (sent, dtype):
+        if each.is_floating_point and each not in _FLOATS:
+            raise ConfigError(
+                f"{each} cannot be added up: take {', '.join(map(str, _FLOATS))} for the tensor "
+                "and as wire_dtype="
+            )
     if sent == dtype:
         return
     if not (dtype.is_floating_point and sent.is_floating_point):
@@ -79,12 +81,15 @@ def require_floats(dtype: torch.dtype, wire_dtype: torch.dtype | None) -> None:
         )
 
 
-def require_scale(scale: float) -> None:
-    """Reject a factor that makes NaN of zeros, because blocks of zeros are not sent.
+def require_scale(scale: float, dtype: torch.dtype) -> None:
+    """Reject a factor that makes NaN of zeros, because blocks of zeros are not sent; and a factor
+    for integers, of which the product is none.
 
     Raises:
-        ConfigError: the factor is infinite or NaN.
+        ConfigError: the factor is infinite or NaN; or it is not 1 and the type has no fractions.
     """
+    if scale != 1.0 and not (dtype.is_floating_point or dtype.is_complex):
+        raise ConfigError(f"{dtype} cannot be multiplied by scale={scale}: convert it to a float")
     if not math.isfinite(scale):
         raise ConfigError(f"scale={scale} makes NaN of zeros, which are not sent: take a number")
 

@@ -246,7 +246,7 @@ class BlockSparseAllReduce:
         elements than `limit`.
         """
         scanned = time.perf_counter()
-        refusal = _refusal_of(values.dtype, wire)
+        refusal = _refusal_of(values, wire)
         slots = [Slots(self.group, view, wire) for view in views]
         opening = Opening(
             self.group,
@@ -344,11 +344,17 @@ def _require_division(layout: BlockLayout, elements: int) -> None:
         raise ValueError(f"blocks of {len(layout)} sizes: a tensor has {MAX_GRIDS} at most")
 
 
-def _refusal_of(dtype: torch.dtype, wire: Wire) -> ConfigError | None:
+def _refusal_of(values: Tensor, wire: Wire) -> ConfigError | None:
     """Return why a tensor is not added up. All ranks first compare their calls."""
+    dtype = values.dtype
+    if values.is_sparse and (places := values.shape[: values.sparse_dim()].numel()) >= MAX_NUMBER:
+        return ConfigError(
+            f"the tensor has {places} sparse places, at most {MAX_NUMBER - 1} are possible: make "
+            "its last dimensions dense"
+        )
     try:
         _require_added(dtype, wire.dtype)
-        require_scale(wire.scale)
+        require_scale(wire.scale, dtype)
     except ConfigError as error:
         return error
     return None

@@ -203,7 +203,7 @@ class AggregatedAllReduce:
             AggregationError: a rank or an aggregator is gone; the session is over.
         """
         del dense_above, layout
-        require_scale(scale)
+        require_scale(scale, flat.dtype)
         began = time.perf_counter()
         element = self._element_of(flat, wire_dtype)
         with written_back(flat) as contiguous:
