@@ -248,6 +248,13 @@ def test_model_finds_the_lowest_sum_after_few_measurements():
     assert mean(map(math.log, ranks)) < 1, ranks
 
 
+def test_costs_with_equal_logarithms_are_no_reason_for_a_model():
+    searcher, costs = GBFS(GemmSpace(64, 64, 64), modelled=18), (1e-3, math.nextafter(1e-3, 1))
+    for number in range(30):
+        (chosen,) = searcher.ask(1)
+        searcher.tell(chosen, costs[number % 2])
+
+
 def test_score_is_the_mean_minus_the_deviation_of_its_gaussian_process():
     draw = np.random.default_rng(0)
     known, other, costs = draw.uniform(-1, 1, (6, 3)), draw.uniform(-1, 1, 3), draw.uniform(1, 9, 6)

@@ -102,7 +102,8 @@ class GBFS(Searcher):
     def _promising(self) -> list[Configuration]:
         """Return the configurations that the model prefers among random ones and neighbours."""
         costs = [trial.cost for trial in self._learned]
-        if len({cost for cost in costs if math.isfinite(cost)}) < 2:  # nothing to learn from
+        # The model learns from logarithms, and those of two costs may be equal.
+        if len({math.log(cost) for cost in costs if math.isfinite(cost)}) < 2:
             return []
         features = self.space.features
         model = CostModel([features(each.configuration) for each in self._learned], costs)
