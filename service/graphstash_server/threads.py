@@ -16,6 +16,7 @@ __all__ = ["Threads"]
 T = TypeVar("T")
 
 _Job: TypeAlias = "tuple[Callable[[], Any], asyncio.Future[Any], asyncio.AbstractEventLoop]"
+_Jobs: TypeAlias = "SimpleQueue[_Job | None]"
 
 
 class Threads:
@@ -28,7 +29,7 @@ class Threads:
         self._most = most
         self._name = name
         self._when_ended = when_ended
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._jobs: _Jobs = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._unfinished = 0
 
@@ -41,14 +42,14 @@ class Threads:
         self._unfinished += 1
         if len(self._threads) < min(self._unfinished, self._most):
             name = f"{self._name}-{len(self._threads)}"
-            thread = threading.Thread(target=self._run, name=name, daemon=True)
+            thread = threading.Thread(target=self._run, args=[self._jobs], name=name, daemon=True)
             thread.start()
             self._threads.append(thread)
         self._jobs.put((work, future, loop))
         return future
 
     async def close(self) -> None:
-        """Finish the earlier calls, then end the threads."""
+        """Finish the earlier calls, then end the threads. A later call starts another thread."""
         threads = self._threads
         self.end()
         for thread in threads:
@@ -57,11 +58,12 @@ class Threads:
     def end(self) -> None:
         """Like `close`, but do not wait."""
         threads, self._threads = self._threads, []
+        jobs, self._jobs = self._jobs, SimpleQueue()
         for _ in threads:
-            self._jobs.put(None)
+            jobs.put(None)
 
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+    def _run(self, jobs: "_Jobs") -> None:
+        while (job := jobs.get()) is not None:
             work, future, loop = job
             try:
                 deliver = partial(self._settle, future, None if future.cancelled() else work())

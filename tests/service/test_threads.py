@@ -54,3 +54,16 @@ async def test_close_finishes_earlier_calls_and_then_ends_each_thread():
     await threads.close()
     assert done == [0, 1, 2, "ended"]
     await asyncio.gather(*calls)
+
+
+async def test_call_during_close_runs_and_takes_no_end_of_another_thread():
+    may_end = threading.Event()
+    threads = Threads(1, name="test")
+    first = threads.call(may_end.wait)
+    closing = asyncio.create_task(threads.close())
+    await asyncio.sleep(0)  # until `close` waits for the thread
+    assert await threads.call(lambda: 7) == 7
+    may_end.set()
+    await closing
+    assert await first
+    await threads.close()

@@ -7,6 +7,7 @@ itself reads single rows that are in memory (`SqliteHere`).
 
 import asyncio
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
@@ -67,6 +68,10 @@ class SqliteConnection(sqlite3.Connection):
             super().close()
 
 
+class _OfThread(threading.local):
+    connection: sqlite3.Connection | None = None
+
+
 class SqliteThread:
     """One connection in its own thread, which the first call starts."""
 
@@ -75,7 +80,7 @@ class SqliteThread:
         self.dialect: Dialect = url.get_dialect()()
         self._url = url
         self._is_reader = is_reader
-        self._connection: sqlite3.Connection | None = None
+        self._of_thread = _OfThread()
         self._thread = Threads(1, name=name, when_ended=self._hang_up)
 
     def call(self, work: Callable[[sqlite3.Connection], T]) -> "asyncio.Future[T]":
@@ -92,16 +97,16 @@ class SqliteThread:
 
     def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
         try:
-            if self._connection is None:
-                self._connection = connect(self._url, is_reader=self._is_reader)
-            return work(self._connection)
+            if (connection := self._of_thread.connection) is None:
+                connection = connect(self._url, is_reader=self._is_reader)
+                self._of_thread.connection = connection
+            return work(connection)
         except sqlite3.Error as error:
             raise as_core_error(error) from error
 
     def _hang_up(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.close()
+        if self._of_thread.connection is not None:
+            self._of_thread.connection.close()
 
 
 class SqliteHere:
