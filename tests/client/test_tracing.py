@@ -55,6 +55,7 @@ def test_spans_go_to_the_provider_of_the_program(run_job, server, namespace, mod
     assert not any("exporter.otlp" in name for name in outcome["modules"])
 
 
+@pytest.mark.parametrize("is_silent", [True, False])
 def test_job_ends_without_waiting_for_silent_or_missing_collector(
     run_job, server, namespace, is_silent
 ):
