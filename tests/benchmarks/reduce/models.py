@@ -82,7 +82,9 @@ class Training:
     def __init__(self, rank, arms, *, model, arm):
         torch.manual_seed(0)
         module = MODELS[model](sparse=arm in {"coo", "rows"})
-        self._replica = DistributedDataParallel(module, gradient_as_bucket_view=True)
+        # One bucket: torch's hook sends from callbacks, and gloo mixes up those of several buckets.
+        one = {"bucket_cap_mb": 1024} if arm == "PowerSGD" else {}
+        self._replica = DistributedDataParallel(module, gradient_as_bucket_view=True, **one)
         self._state = hooked(self._replica, arms, arm)
         self._drawn = torch.Generator().manual_seed(rank)
         self._optimizer = torch.optim.SGD(self._replica.parameters(), lr=0.1)
