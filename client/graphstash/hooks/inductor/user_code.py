@@ -418,8 +418,7 @@ def _node(
     if node.op == "call_function":
         yield from _target(describer, node.target)
         if not isinstance(node.target, OpOverload):
-            for each in tree_leaves((node.args, node.kwargs)):
-                yield from _argument(describer, each)
+            yield from _arguments(describer, node)
         if "kernel_idx" in node.kwargs:  # a Triton kernel in a table of this process
             numbers: dict[str, Any] = dict(node.kwargs)
             kernel = kernel_side_table.get_kernel(numbers["kernel_idx"])
@@ -447,15 +446,18 @@ def _target(describer: _Describer, target: Any) -> Iterator[str]:
         yield f"function {known or describer.registered(target)}"
 
 
-def _argument(describer: _Describer, value: Any) -> Iterator[str]:
+def _arguments(describer: _Describer, node: Node) -> Iterator[str]:
     """Describe what a higher-order operator gets, such as the operation that it wraps.
 
     Inductor's graphs wrap an operation that changes its arguments in `auto_functionalized_v2`.
     """
-    if isinstance(value, OpOverload | OpOverloadPacket | HigherOrderOperator | FunctionType):
-        yield from _target(describer, value)
-    elif callable(value) and not isinstance(value, Node) and not is_torchs(value):
-        yield f"argument {describer.registered(value)}"
+    # Most arguments are nodes, and `tree_leaves` is slow.
+    given = [each for each in (*node.args, *node.kwargs.values()) if not isinstance(each, Node)]
+    for value in tree_leaves(given) if given else ():
+        if isinstance(value, OpOverload | OpOverloadPacket | HigherOrderOperator | FunctionType):
+            yield from _target(describer, value)
+        elif callable(value) and not isinstance(value, Node) and not is_torchs(value):
+            yield f"argument {describer.registered(value)}"
 
 
 def _is_input(module: GraphModule, value: torch.Tensor) -> bool:
