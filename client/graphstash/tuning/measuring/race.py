@@ -47,6 +47,14 @@ class Race:
         self._wins = [[0] * candidates for _ in self.running]  # rounds in which i is below j
         self._needed = math.log(max(1, candidates - 1) / (1 - CONFIDENCE))
 
+    def continues(self, *, least: int, most: int) -> bool:
+        """Return whether to take another round: at least `least`, and then up to `most` in all
+        while two candidates are in the race.
+        """
+        if len(self.running) > 1:
+            return self.rounds < max(least, most)
+        return bool(self.running) and self.rounds < least
+
     def end_round(self, samples: Mapping[int, float | None]) -> None:
         """Record a round: the sample of each running candidate, or None if the candidate failed."""
         self.rounds += 1

@@ -108,9 +108,8 @@ def _race(
 ) -> None:
     race = Race(len(runners))
     left = method.final_samples * len(runners)
-    while race.running and (
-        race.rounds < method.samples
-        or (1 < len(race.running) <= left and race.rounds < MAX_SAMPLES)
+    while race.continues(
+        least=method.samples, most=MAX_SAMPLES if len(race.running) <= left else 0
     ):
         costs: dict[int, float | None] = {}
         for number in race.running:

@@ -84,9 +84,7 @@ def in_turns(measure: Callable[[Configuration], Finding]) -> Measure:
     def measured(configurations: Sequence[Configuration]) -> list[Finding]:
         found: dict[int, Finding] = {}
         race = Race(len(configurations))
-        while race.running and (
-            not race.rounds or (len(race.running) > 1 and race.rounds < _MAX_ROUNDS)
-        ):
+        while race.continues(least=1, most=_MAX_ROUNDS):
             for number in race.running:
                 found[number] = measure(configurations[number])
             race.end_round({number: found[number].cost for number in race.running})
