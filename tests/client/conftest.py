@@ -16,6 +16,7 @@ from graphstash._cli.main import complete_app
 from support.signing import Team
 from support.tokens import Guarded
 from support.waiting import PATIENT, variables_of
+from support.withdrawing import turn
 
 _runs = itertools.count()
 
@@ -25,6 +26,12 @@ def guarded(tmp_path_factory):
     """A server that requires tokens, and its administrator."""
     with Guarded(tmp_path_factory.mktemp("guarded")) as guarded:
         yield guarded
+
+
+@pytest.fixture
+def later(monkeypatch):
+    """See `turn`."""
+    turn(monkeypatch)
 
 
 @pytest.fixture

@@ -24,18 +24,12 @@ from support.withdrawing import (
     port_of,
     position,
     publish,
-    turn,
 )
 
 
 @pytest.fixture(scope="session")
 def server(start_on_sqlite):
     return start_on_sqlite(LiveServer)
-
-
-@pytest.fixture
-def later(monkeypatch):
-    turn(monkeypatch)
 
 
 @pytest.fixture

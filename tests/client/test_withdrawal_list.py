@@ -49,11 +49,6 @@ def let_overwrite(server, namespace):
     assert httpx.put(path, json={"mode": "overwrite"}).is_success
 
 
-@pytest.fixture
-def later(monkeypatch):
-    turn(monkeypatch)
-
-
 def replace(stash, number=1):
     stash.put(key(number), b"right", METADATA)
 
