@@ -80,7 +80,7 @@ class ServerApp(FastAPI):
         """Return the middleware from `RequestFrame` on, which answers every exception.
 
         FastAPI's outer middleware handles errors, telemetry and limits of bodies. The server does
-        all three itself, and each request would pass through each of them.
+        all three itself, so requests need not pass through it.
         """
         app: Any = super().build_middleware_stack()
         while not isinstance(app, RequestFrame):

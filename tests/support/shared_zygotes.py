@@ -3,7 +3,7 @@
 Otherwise each worker imports torch, and starts its own zygote for the server's commands and for
 each compiler: 40 s of CPU per worker.
 
-The process that starts the workers owns the zygotes, each of which starts at its first request.
+The process that starts the workers owns the zygotes. A zygote starts at its first request.
 Workers inherit the sockets for the requests, and receive their descriptors as `workerinput`.
 """
 

@@ -34,9 +34,9 @@ from benchmarks.tuning.problems import lattices, table
 
 EXPLANATION = (
     "Cells: the best so far over the best known, median of the seeds (lowest to highest), after "
-    "that share of the space was measured (so many measurements); p against the first row. "
-    "Re-measured: the best of 5 "
-    "finalists over the best of that seed, measured against those of the other searchers. To "
+    "measuring that share of the space (in brackets: the number of measurements); p against the "
+    "first row. Re-measured: the best of 5 finalists over the best of that seed, measured against "
+    "those of the other searchers. To "
     "within 5%: of the best known (inf: not reached). Seconds: wall time; searchers took turns, "
     "one measurement each. Area: the mean over the measurements of log(best so far / best known); "
     "p of Wilcoxon's signed-rank test, two-sided, pairs of equal seeds."

@@ -15,7 +15,7 @@ TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 1e-6, tor
 
 
 class Tables(nn.Module):
-    """Tables behind parameters of odd sizes, of which a batch uses a few rows."""
+    """Tables behind parameters of odd sizes. A batch uses a few rows of each table."""
 
     def __init__(self, *, sparse: bool) -> None:
         super().__init__()

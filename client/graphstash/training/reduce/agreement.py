@@ -82,11 +82,11 @@ def require_floats(dtype: torch.dtype, wire_dtype: torch.dtype | None) -> None:
 
 
 def require_scale(scale: float, dtype: torch.dtype) -> None:
-    """Reject a factor that makes NaN of zeros, because blocks of zeros are not sent; and a factor
-    for integers, of which the product is none.
+    """Reject a factor that makes NaN of zeros, because blocks of zeros are not sent. Reject any
+    factor except 1 for a type that may not hold the product.
 
     Raises:
-        ConfigError: the factor is infinite or NaN; or it is not 1 and the type has no fractions.
+        ConfigError: the factor is infinite or NaN, or it is not 1 and the type has no fractions.
     """
     if scale != 1.0 and not (dtype.is_floating_point or dtype.is_complex):
         raise ConfigError(f"{dtype} cannot be multiplied by scale={scale}: convert it to a float")

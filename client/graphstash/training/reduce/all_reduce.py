@@ -16,10 +16,7 @@ Blocks outside the union are never sent: they are zero on all ranks, and so are 
 counts as zero, or gradients under a mask would be sent whole: a negative number times 0 is -0.0.
 Where a dense all-reduce would give -0.0, because all ranks have it, the sum may be 0.0 instead.
 
-A slot is a group of blocks of up to 4 MiB, of which two are in flight; a gather receives a slot
-from each rank. The process group adds the elements of a slot in the same order every time, and
-gathered blocks are added in an order that is the same on all ranks, so every rank gets the same
-bits.
+The blocks travel in slots (`slots.py`), and every rank gets the same bits.
 """
 
 import math

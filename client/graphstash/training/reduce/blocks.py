@@ -15,6 +15,7 @@ from torch import Tensor
 
 __all__ = [
     "BLOCK_ELEMENTS",
+    "MAX_GRIDS",
     "BlockGrid",
     "BlockLayout",
     "BlockView",

@@ -1,8 +1,8 @@
 """The blocks of a grid on their way: summed by a ring, or gathered from each rank and added up.
 
-A slot is a group of blocks of up to 4 MiB, of which two are in flight; a gather receives a slot
-from each rank. The process group adds the elements of a slot in the same order every time, and
-gathered blocks are added in an order that is the same on all ranks, so every rank gets the same
+A slot is a group of blocks of up to 4 MiB. Two slots are in flight at a time, and a gather receives
+a slot from each rank. The process group adds the elements of a slot in the same order every time,
+and gathered blocks are added in an order that is the same on all ranks, so every rank gets the same
 bits.
 """
 

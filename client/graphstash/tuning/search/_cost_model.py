@@ -30,8 +30,8 @@ class CostModel:
 
     Args:
         features: numbers from about -1 to 1, equally many for each configuration.
-        costs: their costs, of which two differ and are finite. An infinite cost counts as the
-            highest finite one.
+        costs: their costs. At least two are finite and have different logarithms. An infinite cost
+            counts as the highest finite one.
     """
 
     def __init__(self, features: Sequence[Sequence[float]], costs: Sequence[float]) -> None:

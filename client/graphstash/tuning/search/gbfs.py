@@ -29,8 +29,10 @@ from graphstash.tuning.space import Configuration, SearchSpace
 __all__ = ["GBFS"]
 
 DRAWN: Final = 300
+"""Random configurations among which the model chooses."""
+
 EXPANDED: Final = 4
-"""The model chooses among so many random configurations and the neighbours of so many cheapest."""
+"""Cheapest configurations whose neighbours the model may choose as well."""
 
 
 class GBFS(Searcher):
