@@ -86,18 +86,23 @@ def _raise_soon(thread: int, frame: FrameType, interrupt: BaseException) -> None
 
 def _raise_in(thread: int, frame: FrameType, interrupt: BaseException) -> None:
     time.sleep(_POLL_SECONDS)
-    while _is_in(thread, frame):
+    while _is_running(frame):
         time.sleep(_POLL_SECONDS)
     again = ctypes.py_object(_raisable_copy(interrupt))
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), again)
 
 
-def _is_in(thread: int, frame: FrameType) -> bool:
-    """Return whether a frame is still on the thread's stack."""
-    found = sys._current_frames().get(thread)  # noqa: SLF001 - documented
-    while found is not None and found is not frame:
-        found = found.f_back
-    return found is not None
+def _is_running(frame: FrameType) -> bool:
+    """Return whether the function of a frame has not returned yet. Clears a frame that has ended.
+
+    `sys._current_frames` would show the same, but a garbage collection inside of it, which finds a
+    `threading.local`, deadlocks all threads (Python 3.11.7, gh-106883).
+    """
+    try:
+        frame.clear()
+    except RuntimeError:
+        return True
+    return False
 
 
 def _raisable_copy(interrupt: BaseException) -> type[BaseException]:

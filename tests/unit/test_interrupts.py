@@ -3,6 +3,7 @@
 import ctypes
 import operator
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -124,3 +125,33 @@ def test_exception_of_another_thread_is_raised_in_that_thread():
     thread.start()
     thread.join()
     assert len(raised) == 1
+
+
+def test_garbage_collections_do_not_stop_the_wait_for_a_frame():
+    """A collection inside of `sys._current_frames` deadlocks if it finds a `threading.local`."""
+    code = """
+import gc, sys, threading, time
+from graphstash._interrupts import raise_after
+
+class Cycle:
+    def __init__(self):
+        self.me, self.local = self, threading.local()
+        self.local.value = 1
+
+def leave_garbage():
+    Cycle()
+    time.sleep(0)  # lets a waiting thread look
+
+def work():
+    for _ in range(50):
+        raise_after(sys._getframe(), KeyboardInterrupt())
+    ends = time.monotonic() + 1
+    while time.monotonic() < ends:
+        leave_garbage()
+
+gc.set_threshold(1)
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+"""
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)

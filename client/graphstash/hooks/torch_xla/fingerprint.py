@@ -13,6 +13,7 @@ tensor.
 """
 
 import ctypes
+import gc
 import hashlib
 import json
 import platform
@@ -118,9 +119,26 @@ class Fingerprints:
         }
 
 
+_reads_frames: Final = threading.Lock()
+
+
 def _compiling_line() -> str:
-    """Return the main thread's line of user code, because exact mode runs in another thread."""
-    return user_line(sys._current_frames().get(threading.main_thread().ident or 0))
+    """Return the main thread's line of user code, because exact mode runs in another thread.
+
+    A garbage collection inside of `sys._current_frames` may deadlock all threads (Python 3.11.7,
+    gh-106883), so it is paused. While another thread does the same, there is no line.
+    """
+    if not _reads_frames.acquire(blocking=False):
+        return ""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    finally:
+        if was_enabled:
+            gc.enable()
+        _reads_frames.release()
+    return user_line(frame)
 
 
 def _process_parts() -> dict[str, str]:
