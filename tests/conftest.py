@@ -193,6 +193,16 @@ def pytest_runtest_call(item):
         os.environ.update(before)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item, nextitem):
+    """After the fixtures of a file, restore the variables that libraries have set."""
+    try:
+        return (yield)
+    finally:
+        if nextitem is None or nextitem.path != item.path:
+            starts.restore_environment()
+
+
 def _is_on(item, database):
     return hasattr(item, "callspec") and database in item.callspec.params.values()
 
@@ -246,6 +256,7 @@ def pytest_runtest_logreport(report):
 
 def pytest_unconfigure():
     starts.close()
+    shared_zygotes.leave()
 
 
 def pytest_sessionfinish(session):

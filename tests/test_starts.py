@@ -25,6 +25,8 @@ from support import starts
 starts.install()
 command = [sys.executable, "-m", "graphstash", "--no-such-option"]
 pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+os.environ["SET_BY_A_LIBRARY"] = "1"
+starts.restore_environment()
 for variables in ({}, {"LANG": "other"}):
     with subprocess.Popen(command, env=os.environ | variables, **pipes) as process:
         printed, trouble = process.communicate()

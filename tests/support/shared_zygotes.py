@@ -20,6 +20,7 @@ from support import jobs, starts
 from support.starts import SharedZygote, Zygote, start_zygote
 
 _COMMANDS = "commands"
+_used: list[SharedZygote] = []
 
 
 class SharedZygotes:
@@ -75,5 +76,12 @@ class SharedZygotes:
 def use(shown: dict[str, Any]) -> None:
     """Let this worker's commands and jobs be forked from the shared zygotes."""
     zygotes = {name: SharedZygote(each) for name, each in shown["descriptors"].items()}
+    _used.extend(zygotes.values())
     starts.use_shared(zygotes.pop(_COMMANDS), shown["environment"])
     jobs.use_shared(zygotes)
+
+
+def leave() -> None:
+    """Close this worker's descriptors of the shared zygotes."""
+    while _used:
+        _used.pop().close()

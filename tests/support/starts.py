@@ -58,6 +58,16 @@ def install() -> None:
     subprocess.Popen = Popen  # type: ignore[misc] # a subclass
 
 
+def restore_environment() -> None:
+    """Restore the variables with which the zygotes have started, except those that no import reads.
+
+    Libraries set some when they are imported, and then no command could be forked.
+    """
+    for name in read_at_import(os.environ).keys() - _environment.keys():
+        del os.environ[name]
+    os.environ.update(_environment)
+
+
 def fork_with(python: Path, *imported: str) -> None:
     """Also fork the commands of this Python, whose zygote imports these modules."""
     _imported[str(python)] = imported
