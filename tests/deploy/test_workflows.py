@@ -118,6 +118,7 @@ def act(github, guarded, tmp_path):
             "job": "train me/smoke",
             "command": f"{sys.executable} train.py",
             "minimum-hit-rate": "0",
+            "farm": "",
         } | inputs
         runner = tmp_path / f"runner-{len(list(tmp_path.iterdir()))}"
         runner.mkdir()
@@ -216,6 +217,21 @@ def test_pull_request_of_a_fork_does_not_log_in_and_publishes_nothing(act):
     assert "login" not in done.stdout + done.stderr
     done, summary = act("of a fork")
     assert "0 hits, 1 miss" in summary
+
+
+def test_farm_that_fails_warns_and_the_job_continues(act):
+    farm = "--topology v5e:2x2 train.py:step"  # there is no Ray here
+    done, summary = act("after a farm", farm=farm)
+    assert done.returncode == 0, done.stderr
+    assert "farm needs Ray" in done.stderr
+    assert "::warning title=graphstash::not every program was compiled ahead" in done.stdout
+    assert "| after a farm |" in summary
+
+
+def test_pull_request_of_a_fork_starts_no_farm(act):
+    done, _ = act("of a fork", fork=True, farm="--topology v5e:2x2 train.py:step")
+    assert done.returncode == 0, done.stderr
+    assert "farm" not in done.stdout + done.stderr
 
 
 def test_quoted_words_of_a_command_are_not_expanded_by_the_action(act, tmp_path):

@@ -3,6 +3,9 @@
 # mypy: disallow-untyped-calls=False
 # JAX is partly typed.
 
+import os
+import time
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,7 +23,7 @@ def step(parameters: Any, x: Any, y: Any) -> Any:
     return [p - 0.1 * g for p, g in zip(parameters, gradients, strict=True)], loss
 
 
-def abstract_step(devices: Any) -> Any:
+def abstract_step(devices: Any, *, width: int = 256) -> Any:
     """Return the step with data on all devices and the same parameters on each device."""
     mesh = jax.sharding.Mesh(devices, ("data",))
 
@@ -28,8 +31,24 @@ def abstract_step(devices: Any) -> Any:
         sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes))
         return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=sharding)
 
-    parameters = [abstract((128, 256)), abstract((256, 128))]
+    parameters = [abstract((128, width)), abstract((width, 128))]
     return step, (parameters, abstract((64, 128), "data"), abstract((64, 128), "data"))
+
+
+def wider_step(devices: Any) -> Any:
+    return abstract_step(devices, width=512)
+
+
+def waiting_step(devices: Any) -> Any:
+    """Return another step when the file `go on` is in the folder FARM_FOLDER. Each call adds the
+    number of its process to the file `waiting` there.
+    """
+    folder = Path(os.environ["FARM_FOLDER"])
+    with (folder / "waiting").open("a") as file:
+        file.write(f"{os.getpid()}\n")
+    while not (folder / "go on").exists():
+        time.sleep(0.01)
+    return abstract_step(devices, width=640)
 
 
 def nothing(_: Any) -> Any:

@@ -37,6 +37,8 @@ _COMMANDS: Final = {
         "stored artifacts.",
         "summary": "Print what the last run on this host hit and compiled, in Markdown.",
         "prewarm": "Compile a JAX train step ahead of time, on a host without the device.",
+        "farm": "Compile JAX train steps for TPU topologies ahead of time, on the CPU hosts of a "
+        "Ray cluster.",
         "doctor": "Check settings, server, TLS, token, clock, local disk, signatures and "
         "compilers.",
         "login": "Exchange the JWT of a CI job or a pod for a token that lasts as long as the job.",
@@ -83,9 +85,10 @@ _LISTED: Final = {
 
 _OWN: Final = (
     *("init:init", "run:run", "prefetch:prefetch", "publish:publish", "top:top"),
-    *("explain:explain", "summary:summary", "prewarm:prewarm", "doctor.command:doctor"),
-    *("login:login", "artifacts:forget", "status:status", "artifacts:ls", "artifacts:show"),
-    *("report:report", "bundles:export", "bundles:import_", "tune:tune", "keys:keys"),
+    *("explain:explain", "summary:summary", "prewarm:prewarm", "farm:farm"),
+    *("doctor.command:doctor", "login:login", "artifacts:forget", "status:status"),
+    *("artifacts:ls", "artifacts:show", "report:report", "bundles:export", "bundles:import_"),
+    *("tune:tune", "keys:keys"),
 )
 """`module:name` of this package's commands. Entry points name those of the server's package."""
 

@@ -35,8 +35,10 @@ class PatientClient(ServerClient):
             )
         )
 
-    def list_artifacts(self, query: ArtifactQuery) -> ArtifactList:
-        return patiently(partial(super().list_artifacts, query))
+    def list_artifacts(
+        self, query: ArtifactQuery, *, namespace: Namespace | None = None
+    ) -> ArtifactList:
+        return patiently(partial(super().list_artifacts, query, namespace=namespace))
 
     def lookup(
         self, keys: Iterable[ArtifactKey], *, namespace: Namespace | None = None

@@ -251,18 +251,25 @@ class ServerClient:
         fields = query.model_dump(mode="json")
         return self._read(f"{API_PREFIX}/{namespace}/withdrawals", fields, WithdrawalList)
 
-    def list_artifacts(self, query: ArtifactQuery) -> ArtifactList:
-        """Return one page of the namespace's artifacts."""
+    def list_artifacts(
+        self, query: ArtifactQuery, *, namespace: schema.Namespace | None = None
+    ) -> ArtifactList:
+        """Return one page of the artifacts of a namespace, by default the configured one."""
         from graphstash_schema.listing import ArtifactList
 
         fields = query.model_dump(mode="json", exclude_defaults=True)
-        return self._read(f"{API_PREFIX}/{self.config.namespace}/artifacts", fields, ArtifactList)
+        path = f"{API_PREFIX}/{namespace or self.config.namespace}/artifacts"
+        return self._read(path, fields, ArtifactList)
 
-    def every_artifact(self, query: ArtifactQuery) -> Iterator[ListedArtifact]:
+    def every_artifact(
+        self, query: ArtifactQuery, *, namespace: schema.Namespace | None = None
+    ) -> Iterator[ListedArtifact]:
         """Iterate over the artifacts of this page and all following pages, one page in memory."""
         following: str | None = query.after
         while following is not None:
-            page = self.list_artifacts(query.model_copy(update={"after": following}))
+            page = self.list_artifacts(
+                query.model_copy(update={"after": following}), namespace=namespace
+            )
             yield from page.artifacts
             if page.next == following:  # the server repeats a page: do not loop forever
                 return

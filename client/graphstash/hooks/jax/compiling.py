@@ -56,6 +56,8 @@ class Program:
         platform: `cpu`, `gpu`, `tpu`, ...
         devices: All devices of the backend.
         device: One of the devices on which the program will run.
+        placement: Array of the devices on which the program will run, or None if the hook cannot
+            watch the compilation.
         computation: The MLIR module, or None if the hook cannot watch the compilation.
         options: XLA's compile options, or None if the hook cannot watch the compilation.
         is_watched: Whether the hook detects the end of the compilation.
@@ -75,6 +77,7 @@ class Program:
     platform: str
     devices: tuple[Any, ...]
     device: Any
+    placement: Any = None
     computation: Any = None
     options: Any = None
     is_watched: bool = True
@@ -229,6 +232,7 @@ def _read(
     try:
         bound = signature.bind(*arguments, **named).arguments
         program = _program(bound["backend"], tuple(bound["devices"].flat), bound["host_callbacks"])
+        program.placement = bound["devices"]
         program.computation = bound["computation"]
         program.options = bound.get("compile_options")
         program.is_small = not program.is_collective and is_small(bound["computation"])

@@ -13,10 +13,12 @@ and the topology (`jax._src.cache_key`). The fingerprint adds:
 
 import hashlib
 import os
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import jax
+from jax._src import cache_key
 
 from graphstash._compile.request import CompileRequest
 from graphstash.hooks import device_libraries, environment
@@ -26,7 +28,9 @@ from graphstash.hooks.jax.program_text import details_of, settings
 from graphstash.hooks.labels import function_label
 from graphstash_schema import ArtifactKind, DeviceType
 
-__all__ = ["request_of"]
+__all__ = ["device_key", "request_of"]
+
+_DEVICE_KEY_DIGITS: Final = 16
 
 
 def request_of(jax_key: str, program: Program, *, label: str = "") -> CompileRequest:
@@ -66,11 +70,40 @@ def _details(program: Program, label: str) -> dict[str, str]:
     details = environment.environment_parts(os.environ) | settings()
     if program.computation is not None:
         details |= {"function": label, **details_of(program.computation)}
+    if program.platform == "tpu" and not program.is_compile_only:
+        details["device_key"] = device_key(program)
     if program.options is not None:
         details["compile_options"] = hashlib.sha256(program.options.SerializeAsString()).hexdigest()
         overrides = getattr(program.options, "env_option_overrides", ())
         details["compiler_options"] = " ".join(f"{name}={value}" for name, value in overrides)
     return details
+
+
+def device_key(program: Program) -> str:
+    """Return digests of what the host and its devices add to JAX's key, in words such as
+    `topology=<16 hex>`, or "" if this version of JAX is not understood.
+
+    A job on a device describes its programs with them. `graphstash farm` compiles for a device only
+    if its own words are equal to those of such a job.
+    """
+    if program.placement is None or program.options is None:
+        return ""
+    backend = program.device.client
+    hashes: dict[str, Callable[[Any], object]] = {
+        "topology": lambda digest: cache_key._hash_accelerator_config(digest, program.placement),
+        "platform_version": lambda digest: cache_key._hash_platform(digest, backend),
+        "flags": lambda digest: cache_key._hash_xla_flags(digest, cache_key.get_flag_prefixes()),
+        "devices": lambda digest: digest.update(str(program.options.device_assignment).encode()),
+    }
+    words = []
+    try:
+        for name, add_to in hashes.items():
+            digest = hashlib.sha256()
+            add_to(digest)
+            words.append(f"{name}={digest.hexdigest()[:_DEVICE_KEY_DIGITS]}")
+    except (AttributeError, RuntimeError, TypeError):  # another release of JAX, or of the plug-in
+        return ""
+    return " ".join(words)
 
 
 def _device_type(program: Program) -> DeviceType:

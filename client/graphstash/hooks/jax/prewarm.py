@@ -23,18 +23,26 @@ from jax._src import cloud_tpu_init
 from jax.experimental import topologies
 
 from graphstash._artifacts.stash import Stash
+from graphstash._compile.in_flight import HeldLease
 from graphstash._user_code import load
 from graphstash.config import ClientConfig
 from graphstash.errors import ConfigError
 from graphstash.hooks.jax.compiling import Program
 from graphstash.hooks.jax.entries import decompress
 from graphstash.hooks.jax.fingerprint import request_of
+from graphstash.hooks.jax.proof import why_unproved
 from graphstash.hooks.jax.seam import Seam, SeamUnavailableError
 from graphstash_schema import ArtifactKey
+from graphstash_schema.lease import LeaseOutcome, LeaseState
 
-__all__ = ["Prewarmed", "prewarm"]
+__all__ = ["Prewarmed", "UnprovedError", "prewarm"]
 
 _COMPONENT: Final = re.compile(r"get_cache_key hash of serialized (.+): ([0-9a-f]{64})")
+
+_MAX_POLL_SECONDS: Final = 20.0
+"""Maximum seconds of one request for a lease."""
+
+_RELEASE_SECONDS: Final = 5.0
 
 _FORCE: Final = "JAX_FORCE_TPU_INIT"
 """Variable that makes JAX act as on a host with TPUs."""
@@ -61,15 +69,31 @@ class Prewarmed:
     size_bytes: int = 0
 
 
-def prewarm(target: str, *, topology: str, platform: str, config: ClientConfig) -> Prewarmed:
+class UnprovedError(ConfigError):
+    """No job on the device proves that it makes the same key as this host."""
+
+
+def prewarm(
+    target: str,
+    *,
+    topology: str,
+    platform: str,
+    config: ClientConfig,
+    only_if_proved: bool = False,
+) -> Prewarmed:
     """Compile and publish the program of `target`, unless the server has the artifact.
+
+    The compilation holds the lease of the artifact. While another job holds it, wait for that job,
+    at most `config.wait_seconds`.
 
     `target` is `module:function` or `script.py:function`. The function receives the devices of
     `topology`, a name in `jax.experimental.topologies` such as `v5e:2x2`. It returns `(jitted
     function, arguments)` or `(jitted function, arguments, keyword arguments)` with abstract
-    arguments (`jax.ShapeDtypeStruct` with shardings).
+    arguments (`jax.ShapeDtypeStruct` with shardings). With `only_if_proved`, compile only if a job
+    on the device has proved the key, see `why_unproved`.
 
     Raises:
+        UnprovedError: `only_if_proved` is True, and there is no proof.
         ConfigError: The target or the topology is invalid, the settings are read-only, or this
             version of JAX is not supported.
         CacheError: The server does not answer, or refuses the artifact. If the upload failed, the
@@ -80,9 +104,9 @@ def prewarm(target: str, *, topology: str, platform: str, config: ClientConfig) 
     function = _function(target)
     devices = _devices(platform, topology)
     with Stash(config) as stash:
-        publisher = _Publisher(stash, platform)
+        publisher = _Publisher(stash, platform, only_if_proved)
         try:
-            seam = Seam(publisher, on_key=publisher.end_if_stored)
+            seam = Seam(publisher, on_key=publisher.begin)
         except SeamUnavailableError as error:
             raise ConfigError(f"jax {jax.__version__}: {error}") from None
         try:
@@ -95,6 +119,7 @@ def prewarm(target: str, *, topology: str, platform: str, config: ClientConfig) 
             return error.stored
         finally:
             seam.close()
+            publisher.end_lease()
         return publisher.result(target)
 
 
@@ -114,18 +139,53 @@ class _Publisher:
 
     stash: Stash
     platform: str
+    only_if_proved: bool
     components: dict[str, str] = field(default_factory=dict)
     started: float = 0.0
     _done: Prewarmed | None = None
     _error: Exception | None = None
+    _lease: HeldLease | None = None
 
-    def end_if_stored(self, jax_key: str, program: Program) -> None:
-        """Raise `_AlreadyStoredError` if the server has the artifact of the program."""
+    def begin(self, jax_key: str, program: Program) -> None:
+        """Acquire the lease, or raise `_AlreadyStoredError` if the server has the artifact of the
+        program.
+        """
         if not self._is_for_topology(program):
             return
-        key = request_of(jax_key, program).key
-        if self.stash.server.lookup([key]).found:
+        request = request_of(jax_key, program)
+        key, server = request.key, self.stash.server
+        is_stored = bool(server.lookup([key]).found)
+        if self.only_if_proved and not is_stored:
+            why = why_unproved(server, request, program)
+            if why:
+                raise UnprovedError(why)
+        if is_stored or self._is_ready(key):
             raise _AlreadyStoredError(Prewarmed(key, jax_key, dict(self.components), is_new=False))
+
+    def _is_ready(self, key: ArtifactKey) -> bool:
+        """Return whether another job has published the artifact. If not, this process compiles."""
+        server, config = self.stash.server, self.stash.config
+        until = monotonic() + config.wait_seconds
+        while True:
+            left = max(0.0, until - monotonic())
+            reply = server.acquire(key, wait_seconds=min(left, _MAX_POLL_SECONDS))
+            if reply.state is LeaseState.GRANTED:
+                self._lease = HeldLease(
+                    server,
+                    key,
+                    token=reply.token or "",
+                    ttl_seconds=reply.ttl_seconds or config.lease_seconds,
+                    budget_seconds=max(config.wait_seconds, config.lease_seconds),
+                )
+            if reply.state is not LeaseState.HELD or not left:
+                return reply.state is LeaseState.READY
+
+    def end_lease(self) -> None:
+        """Release the lease, unless the upload has ended it."""
+        if self._lease is not None:
+            published = self._done is not None and self._error is None
+            self._lease.release(LeaseOutcome.PUBLISHED if published else LeaseOutcome.FAILED)
+            self._lease.join(_RELEASE_SECONDS)
 
     def get(self, *_: object) -> None:
         """Return None, because a compile-only client cannot load an entry."""

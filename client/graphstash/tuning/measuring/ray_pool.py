@@ -31,7 +31,7 @@ except ModuleNotFoundError:  # `RayPool` raises on construction
 else:
     _HAS_RAY = True
 
-__all__ = ["RayPool"]
+__all__ = ["RayPool", "join_cluster"]
 
 _log = logging.getLogger("graphstash")
 
@@ -138,7 +138,7 @@ class RayPool(Executor[_Worker]):
 
     def _start(self) -> None:
         if not ray.is_initialized():
-            _join_cluster()
+            join_cluster()
         make = ray.remote(**{**_OPTIONS, **self.options})(_Measurer)
         actor = make.remote(self._target, self.method)
         deadline = monotonic() + _READY_SECONDS
@@ -205,8 +205,15 @@ class RayPool(Executor[_Worker]):
             ray.kill(worker.actor)
 
 
-def _join_cluster() -> None:
-    """Call `ray.init`. Connect to RAY_ADDRESS first, because `ray.init` retries for minutes."""
+def join_cluster(**options: Any) -> None:
+    """Call `ray.init`. Connect to RAY_ADDRESS first, because `ray.init` retries for minutes.
+
+    Args:
+        options: further arguments of `ray.init`.
+
+    Raises:
+        MeasuringError: no cluster answers.
+    """
     address = os.environ.get("RAY_ADDRESS", "")
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if host and port.isdecimal():
@@ -217,4 +224,4 @@ def _join_cluster() -> None:
                 f"no Ray cluster answers at RAY_ADDRESS={address}: {error}"
             ) from error
     # Ray would print notes about the cluster and the workers into the output of `--json`.
-    ray.init(log_to_driver=False)
+    ray.init(log_to_driver=False, **options)
