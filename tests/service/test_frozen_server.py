@@ -12,6 +12,7 @@ from graphstash_schema import ErrorCode, Namespace
 from graphstash_server.db import engine as engine_module
 from graphstash_server.db import notifications
 from graphstash_server.errors import ServerError
+from graphstash_server.services import accounting as accounting_module
 from graphstash_server.services import exposition, metrics
 from graphstash_server.services.artifacts import uploads as uploads_module
 from support.database_sessions import BOUND_SECONDS, connected, eventually, waiting
@@ -141,7 +142,10 @@ async def test_lasting_lock_is_refused_with_reason(tmp_path, database, monkeypat
         assert await server.put(b"1", 1, namespace="locked")
 
 
-async def test_counters_are_written_while_another_namespace_waits(tmp_path, database, monkeypatch):
+@pytest.mark.parametrize("table", ["usage", "artifacts"])
+async def test_counters_are_written_while_another_namespace_waits(
+    tmp_path, database, monkeypatch, table
+):
     monkeypatch.setitem(engine_module._POOL_SETTINGS, "lock_timeout", "0.2s")
     async with opener(tmp_path, database)() as server, connected(database) as holder:
         for namespace in ("held", "free"):
@@ -150,15 +154,43 @@ async def test_counters_are_written_while_another_namespace_waits(tmp_path, data
         for namespace in ("held", "free"):
             accounting.count_hit(key_of(0, namespace), saved_seconds=1.0)
         async with holder.transaction():
-            await holder.execute("UPDATE usage SET hits = hits WHERE namespace = 'held'")
+            await holder.execute(f"UPDATE {table} SET hits = hits WHERE namespace = 'held'")
             with pytest.raises(ServerError, match="retry"):
                 await accounting.flush()
-            assert [(await server.used(name)).hits for name in ("held", "free")] == [0, 1]
+            hits = dict(await holder.fetch(f"SELECT namespace, hits FROM {table}"))
+            assert hits == {"held": 0, "free": 1}
         await accounting.flush()
-        assert [(await server.used(name)).hits for name in ("held", "free")] == [1, 1]
+        for each in ("usage", "artifacts"):
+            hits = dict(await holder.fetch(f"SELECT namespace, hits FROM {each}"))
+            assert hits == {"held": 1, "free": 1}
 
 
-async def test_no_transaction_spans_namespaces(tmp_path, database):
+async def test_server_that_freezes_in_a_flush_holds_no_lock(tmp_path, database, monkeypatch):
+    """The flush is the only transaction that spans namespaces."""
+    is_frozen, thaws = asyncio.Event(), asyncio.Event()
+    add = accounting_module.add_requests
+
+    async def add_and_freeze(*arguments, **named):
+        skipped = await add(*arguments, **named)
+        is_frozen.set()
+        await thaws.wait()
+        return skipped
+
+    monkeypatch.setattr(accounting_module, "add_requests", add_and_freeze)
+    async with opener(tmp_path, database)() as server, connected(database) as watch:
+        for namespace in ("one", "other"):
+            await server.put(b"blob", namespace=namespace)
+            server.context.accounting.count_hit(key_of(0, namespace), saved_seconds=1.0)
+        flushing = asyncio.create_task(server.context.accounting.flush())
+        await is_frozen.wait()
+        for table in ("artifacts", "usage", "history"):
+            assert len(await watch.fetch(f"SELECT 1 FROM {table} FOR UPDATE NOWAIT")) >= 2
+        assert {row[0] for row in await watch.fetch("SELECT hits FROM usage")} == {1}
+        thaws.set()
+        await flushing
+
+
+async def test_no_other_transaction_spans_namespaces(tmp_path, database):
     """Each transaction changes the usage row of its namespace, so a trigger detects joined ones."""
     names = ("a", "b", "c")
     opened = opener(tmp_path, database)
@@ -180,14 +212,13 @@ async def test_no_transaction_spans_namespaces(tmp_path, database):
             )
         )
         for name, number in blobs:
-            context.accounting.count_hit(key_of(number, name), saved_seconds=1.0)
             await context.manifests.merge(
                 Namespace(name), "job", [key_of(number, name)], writer="somebody", actor=ACTOR
             )
-        await context.accounting.flush()
         evicted = await context.evictor.run(actor=ACTOR)
+        await watch.execute("ALTER TABLE usage DISABLE TRIGGER note")
         await watch.execute("UPDATE usage SET size_bytes = size_bytes + 1")
-        await watch.execute("DELETE FROM joined")
+        await watch.execute("ALTER TABLE usage ENABLE TRIGGER note")
         wrong = await context.reconciler.recount(is_repair=True)
         opened.clock.turn(10**8)
         await context.manifests.drop_unused()

@@ -217,10 +217,10 @@ async def test_counts_keep_the_hour_of_a_failed_flush_or_of_a_clock_set_back(ope
         await hit(server, job="a")
         with monkeypatch.context() as patch:
             refuse = AsyncMock(side_effect=ServerError("unavailable", "not now"))
-            patch.setattr(accounting, "add_history", refuse)
+            patch.setattr(accounting, "add_requests", refuse)
             with pytest.raises(ServerError):
                 await flush(server)
-        assert (await server.used()).hits == 0  # it is one transaction
+        assert (await server.used()).hits == 0
         for turn in (2 * HOUR, -5 * HOUR, 5 * HOUR):
             opened.clock.turn(turn)
             await hit(server, job="a")
@@ -263,8 +263,8 @@ async def test_a_flush_takes_as_many_statements_for_many_groups_as_for_one_and_a
             with recorded() as statements:
                 await flush(server)
             counts.append(len(statements))
-        # Whether the namespace is known; the artifact, the counters; which groups there are, these.
-        assert counts == [5, 5]
+        # Whether the namespace is known; which groups there are; the artifact, counters and groups.
+        assert counts == [3, 3] if server.context.database.is_postgresql else [5, 5]
 
 
 def asked(api, **query):

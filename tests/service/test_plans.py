@@ -50,6 +50,7 @@ from graphstash_server.db.queries.history import HistoryChange, Selection
 from graphstash_server.db.queries.leases import LeaseRow
 from graphstash_server.db.queries.listing import Place
 from graphstash_server.db.queries.recorded_times import Suspension
+from graphstash_server.db.queries.requests import Requests, UsageCounts
 from graphstash_server.db.queries.runs import HeldRun, ReportRow, RunRequest
 from graphstash_server.db.queries.sessions import SessionRow
 from graphstash_server.db.queries.shared import key_values
@@ -207,6 +208,7 @@ def arguments_of(count):
     )
     seconds = (1.0, 0.0, 1.0, None)
     report = ReportRow(BENCH, RUN, "new", "5", "5", NOW, 512, "", "", NOW, *seconds, "[]", "[]")
+    groups = {("jax", "cpu", "5"): HistoryChange(hits=1)}
     places = {
         order: Place(4096 if order is ListOrder.SIZE else at(100), fingerprint(100), "jax", "cpu")
         for order in ListOrder
@@ -228,7 +230,7 @@ def arguments_of(count):
         "caller": ["5", None],
         "cause": [WithdrawalCause.DELETED],
         "change": [UsageChange(hits=1)],
-        "changes": [{("jax", "cpu", "5"): HistoryChange(hits=1)}],
+        "changes": [{BENCH: groups}],
         "chosen": [[candidate]],
         "runs.list_latest.request": [
             RunRequest(PAGE),
@@ -248,6 +250,7 @@ def arguments_of(count):
         "held_until": [NOW],
         "retried": [digests],
         "holder": ["x"],
+        "hour": [NOW],
         "id_sha256": [fingerprint(100), fingerprint(count)],
         "identity": ["100"],
         "ids": [["0005", "0006"]],
@@ -301,7 +304,9 @@ def arguments_of(count):
         "sessions.add_session.id_sha256": [fingerprint(count)],
         "sessions.add_session.row": [SessionRow("0005", NOW)],
         "tokens.insert_token.row": [TokenRow(token, "x")],
+        "requests": [{BENCH: Requests(UsageCounts(hits=1), groups)}],
         "rows": [[artifact(number) for number in range(100, 110)]],
+        "history.add_history.rows": [[(BENCH, "hour", NOW, "jax", "cpu", "5", 1, 1, 1, 1, 1.0)]],
         "upstream.queue_publishes.rows": [
             [(artifact(number), Publisher(grants=())) for number in range(100, 110)]
         ],
@@ -320,9 +325,9 @@ def arguments_of(count):
         "ttl_seconds": [60.0],
         "until": [NOW],
         "until_sha256": [None, fingerprint(101)],
-        "used": [[(each, 1) for each in keys]],
-        "used_at": [NOW],
-        "uses": [{"0005": NOW}],
+        "uses": [[(each, 1) for each in keys]],
+        "tokens.touch_tokens.uses": [{"0005": NOW}],
+        "waits": [False, True],
         "value": ["x"],
         "wanted": [Toolchain(BENCH, "jax", "jax 1", NOW)],
         "with_misses": [True],

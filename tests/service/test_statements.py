@@ -18,15 +18,17 @@ from sqlalchemy.dialects import sqlite
 from sqlalchemy.engine import make_url
 
 from graphstash_schema import LookupRequest, Namespace, NamespacePolicy
+from graphstash_schema.history import Step
 from graphstash_server.api.bodies import _plain_keys
 from graphstash_server.db.engine import Database
-from graphstash_server.db.queries.artifacts import MAX_TOUCHED, find_artifact, find_stored
+from graphstash_server.db.queries.artifacts import find_artifact, find_stored
 from graphstash_server.db.queries.usage import UsageChange, add_usage, list_usage
 from graphstash_server.db.reads import PostgresLane, SqliteLane
-from graphstash_server.db.sqlite import SqliteConnection, SqliteHere, SqliteTransaction
+from graphstash_server.db.sqlite import SqliteConnection, SqliteHere
 from graphstash_server.db.tables import UtcTime
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
+from graphstash_server.services.accounting import MAX_AT_ONCE
 from graphstash_server.services.artifacts.uploads import CommitBatcher
 from support.services import ACTOR, OVERWRITE, FakeClock, key_of
 from support.statements import recorded
@@ -195,32 +197,54 @@ async def test_upload_single_read_and_transaction_return_same_row(opened):
             assert (await each.context.artifacts.open(key_of())).row == alone
 
 
-@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
-async def test_counters_of_many_namespaces_share_a_transaction(opened, monkeypatch):
-    names = [f"team-{number}" for number in range(300)]
-    begun = 0
-    begin = SqliteTransaction._begin
-
-    def counted(transaction, connection):
-        nonlocal begun
-        begun += not transaction._is_open
-        begin(transaction, connection)
-
+async def test_counters_of_many_namespaces_share_statements_and_transactions(opened):
+    names = [f"team-{number}" for number in range(MAX_AT_ONCE + 44)]
     async with opened() as server:
-
-        async def add_all(connection):
-            for name in names:
-                await add_usage(connection, name, UsageChange(artifacts=1))
-
-        async with server.context.database.writing_in_steps() as steps:
-            await steps.run(add_all, is_last=True)
+        await add_usage_of(server.context.database, names)
         for name in names:
             server.context.accounting.count_hit(key_of(0, name), saved_seconds=1)
-        monkeypatch.setattr(SqliteTransaction, "_begin", counted)
-        await server.context.accounting.flush()
-        assert begun == 2  # 256 and 44
+        with recorded("UPDATE usage") as statements:
+            await server.context.accounting.flush()
+        assert len(statements) == 2
         written = await list_usage(server.context.database)
-        assert [UsageChange(*counters).hits for _, *counters in written] == [1] * 300
+        assert [UsageChange(*counters).hits for _, *counters in written] == [1] * len(names)
+
+
+async def test_concurrent_flushes_of_two_servers_lose_and_repeat_no_count(opened):
+    names = [f"team-{number}" for number in range(40)]
+    async with opened() as one, opened() as other:
+        for name in names:
+            await one.put(b"blob", namespace=name)
+
+        async def count(server, order):
+            for _ in range(20):
+                for name in order:
+                    server.context.accounting.count_hit(key_of(0, name), saved_seconds=1)
+                await server.context.accounting.flush()
+
+        async def upload():
+            for number in range(1, 10):
+                await asyncio.gather(
+                    *(one.put(b"%d" % number, number, namespace=name) for name in names)
+                )
+
+        await asyncio.gather(count(one, names), count(other, names[::-1]), upload())
+        written = await list_usage(one.context.database)
+        assert {UsageChange(*counters).hits for _, *counters in written} == {40}
+        found = [await find_artifact(one.context.database, key_of(0, name)) for name in names]
+        assert {artifact.hits for artifact in found} == {40}
+        opened.clock.turn(1)
+        points = (await one.context.history.read(step=Step.DAY)).points
+        assert sum(point.hits for point in points) == 40 * len(names)
+
+
+async def add_usage_of(database, names):
+    async def add_all(connection):
+        for name in names:
+            await add_usage(connection, name, UsageChange(artifacts=1))
+
+    async with database.writing_in_steps() as steps:
+        await steps.run(add_all, is_last=True)
 
 
 async def test_flush_of_many_uses_lets_requests_run_between_its_parts(opened):
@@ -235,7 +259,7 @@ async def test_flush_of_many_uses_lets_requests_run_between_its_parts(opened):
     async with opened() as server:
         await server.put(b"blob")
         accounting = server.context.accounting
-        for number in range(4 * MAX_TOUCHED):
+        for number in range(4 * MAX_AT_ONCE):
             accounting.count_hit(key_of(number), saved_seconds=1)
         accounting.when_written = lambda keys: flushed.append((turns, len(keys)))
         counting = asyncio.create_task(count_turns())
@@ -243,7 +267,7 @@ async def test_flush_of_many_uses_lets_requests_run_between_its_parts(opened):
             await accounting.flush()
         counting.cancel()
     assert len(statements) == 4
-    assert [count for _, count in flushed] == [MAX_TOUCHED] * 4
+    assert [count for _, count in flushed] == [MAX_AT_ONCE] * 4
     assert len({turn for turn, _ in flushed}) == 4
 
 

@@ -209,13 +209,17 @@ class Database:
                 yield connection
 
     @asynccontextmanager
-    async def writing_in_steps(self) -> AsyncIterator[Steps]:
+    async def writing_in_steps(self, *, at_once: bool = False) -> AsyncIterator[Steps]:
         """Open a transaction of prepared statements. Raises the errors of `writing`. On SQLite,
         each step costs one call of a thread, regardless of its number of statements.
+
+        With `at_once`, PostgreSQL commits each statement at its end, so a server that freezes
+        between two statements holds no locks. On SQLite, this makes no difference.
         """
         with self._failures_named():
             if self.is_postgresql:
-                async with self._writing.begin() as connection:
+                engine = self._reading if at_once else self._writing
+                async with engine.begin() as connection:
                     yield _PostgresSteps(connection)
                 return
             async with self._write_turn():

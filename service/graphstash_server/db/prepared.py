@@ -156,6 +156,8 @@ class Prepared:
 
     async def execute_all(self, connection: Transaction, given: Sequence[Parameters]) -> None:
         """Run the statement inside a transaction, once per set of parameters."""
+        if not given:
+            return
         if isinstance(connection, SqliteTransaction):
             compiled = self.sqlite
             connection.execute_all(compiled.sql, [compiled.bind(each) for each in given])

@@ -43,8 +43,8 @@ class TracedDatabase(Database):
                 yield connection
 
     @asynccontextmanager
-    async def writing_in_steps(self) -> AsyncIterator[Steps]:
+    async def writing_in_steps(self, *, at_once: bool = False) -> AsyncIterator[Steps]:
         """Trace `Database.writing_in_steps`."""
         with self._tracing.span("database.write", **self._system):
-            async with super().writing_in_steps() as steps:
+            async with super().writing_in_steps(at_once=at_once) as steps:
                 yield steps

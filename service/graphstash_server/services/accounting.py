@@ -7,23 +7,28 @@ only statistics and the order of eviction depend.
 import asyncio
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
-from itertools import chain, islice
+from itertools import groupby, zip_longest
 from operator import itemgetter
-from typing import Final, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 from graphstash_schema import ErrorCode
 from graphstash_schema.history import Step
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
-from graphstash_server.db.prepared import Transaction
-from graphstash_server.db.queries.artifacts import MAX_TOUCHED, touch_artifacts
-from graphstash_server.db.queries.history import HistoryChange, add_history, begin_of
+from graphstash_server.db.queries.history import HistoryChange, begin_of
+from graphstash_server.db.queries.requests import (
+    Requests,
+    Skipped,
+    UsageCounts,
+    Uses,
+    add_requests,
+)
 from graphstash_server.db.queries.tokens import touch_tokens
-from graphstash_server.db.queries.usage import UsageChange, add_counts, find_namespaces
+from graphstash_server.db.queries.usage import find_namespaces
 from graphstash_server.errors import CorruptDatabaseError, ServerError
 from graphstash_server.keys import StoredKey
 from graphstash_server.services.counters import Counters
@@ -40,9 +45,9 @@ and device types in misses. Further groups share the row of their kind."""
 _MAX_IN_MEMORY: Final = 16_384
 """Maximum number of groups since the last flush, and of unwritten groups per hour and namespace."""
 
-_NAMESPACES_AT_ONCE: Final = 256
-"""Namespaces whose counts one transaction writes on SQLite, in some tens of milliseconds: meanwhile
-no upload can commit."""
+MAX_AT_ONCE: Final = 256
+"""Maximum number of uses, and of groups, of one transaction, which takes tens of milliseconds.
+Meanwhile, uploads into its namespaces wait on PostgreSQL, and all uploads on SQLite."""
 
 _Group: TypeAlias = tuple[str, str, str, str]
 """Namespace, kind, device type and job."""
@@ -67,9 +72,9 @@ class _Usage:
         self.saved_seconds += other.saved_seconds
 
     @property
-    def change(self) -> UsageChange:
+    def total(self) -> UsageCounts:
         """Counts for the namespace, without uploads, which count in their own transaction."""
-        return UsageChange(
+        return UsageCounts(
             hits=self.hits,
             misses=self.misses,
             served_bytes=self.served_bytes,
@@ -102,12 +107,20 @@ class _Groups(dict[_Group, _Usage]):
         for group, usage in other.items():
             self[group].add(usage)
 
+    @property
+    def requests(self) -> Requests:
+        """The groups of one namespace."""
+        total = _Usage()
+        for usage in self.values():
+            total.add(usage)
+        steps = {group[1:]: usage.step for group, usage in self.items() if any(usage.step)}
+        return Requests(total.total, steps)
 
-_Hours: TypeAlias = defaultdict[datetime, _Groups]
-"""Counts of one namespace, by the hour of the first flush after them."""
+
+_Namespaces: TypeAlias = defaultdict[str, _Groups]
 
 
-def _new_hours() -> _Hours:
+def _new_namespaces() -> _Namespaces:
     return defaultdict(_Groups)
 
 
@@ -117,13 +130,15 @@ class _Counts:
 
     Attributes:
         new: counts since the last flush, which have no hour yet.
-        usage: counts that a flush failed to write, by namespace.
+        usage: counts to write, by the hour of the first flush after them, and by namespace.
         uses: hits of used artifacts, by namespace. A flush takes its own time for their last use.
         token_uses: last use of each token.
     """
 
     new: _Groups = field(default_factory=_Groups)
-    usage: defaultdict[str, _Hours] = field(default_factory=lambda: defaultdict(_new_hours))
+    usage: defaultdict[datetime, _Namespaces] = field(
+        default_factory=lambda: defaultdict(_new_namespaces)
+    )
     uses: defaultdict[str, dict[StoredKey, int]] = field(default_factory=lambda: defaultdict(dict))
     token_uses: dict[str, datetime] = field(default_factory=dict)
 
@@ -137,25 +152,25 @@ class _Counts:
     def assign_hour(self, hour: datetime) -> None:
         """Assign the new counts to an hour."""
         for group, usage in self.new.items():
-            self.usage[group[0]][hour][group].add(usage)
+            self.usage[hour][group[0]][group].add(usage)
         self.new.clear()
 
-    @property
-    def namespaces(self) -> set[str]:
-        return self.usage.keys() | self.uses.keys()
-
     def merge(self, other: "_Counts") -> None:
-        for namespace, hours in other.usage.items():
-            for hour, groups in hours.items():
-                self.usage[namespace][hour].merge(groups)
+        for hour, namespaces in other.usage.items():
+            for namespace, groups in namespaces.items():
+                self.usage[hour][namespace].merge(groups)
         for uses in other.uses.values():
             for key, hits in uses.items():
                 self.use(key, hits)
         self.token_uses = other.token_uses | self.token_uses
 
 
-def _in_key_order(use: tuple[StoredKey, int]) -> tuple[str, ...]:
-    return use[0].columns
+class _Part(NamedTuple):
+    """Counts of one transaction: uses, and the counts of some namespaces in an hour."""
+
+    uses: Uses
+    hour: datetime
+    namespaces: Sequence[str]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -268,18 +283,19 @@ class Accounting:
         """
         async with self._flushing:
             counts, self._counts = self._counts, _Counts()
-            counts.assign_hour(begin_of(Step.HOUR, self.clock()))
+            hour = begin_of(Step.HOUR, self.clock())
+            counts.assign_hour(hour)
             failure: ServerError | None = None
             try:
                 await self._drop_unknown(counts)
-                namespaces = sorted(counts.namespaces)
-                # On PostgreSQL, no namespace waits for a lock on another one. SQLite has one lock.
-                most = 1 if self.database.is_postgresql else _NAMESPACES_AT_ONCE
-                for start in range(0, len(namespaces), most):
+                skipped: list[_Part] = []
+                for part in _parts(counts, hour):
+                    skipped += await self._write(part, counts)
+                for part in skipped:
                     try:
-                        await self._write(namespaces[start : start + most], counts)
+                        await self._write(part, counts, waits=True)
                     except ServerError as error:
-                        failure = error  # continue with the other namespaces
+                        failure = error  # continue with the other rows
                 if counts.token_uses:
                     async with self.database.writing() as connection:
                         await touch_tokens(connection, counts.token_uses)
@@ -291,54 +307,46 @@ class Accounting:
 
     async def _drop_unknown(self, counts: _Counts) -> None:
         """Drop misses in namespaces that never stored anything: clients may invent namespaces."""
-        if not counts.usage:
+        named = {name for namespaces in counts.usage.values() for name in namespaces}
+        if not named:
             return
-        known = await find_namespaces(self.database, sorted(counts.usage))
-        for namespace in counts.usage.keys() - known:
-            del counts.usage[namespace]
+        known = await find_namespaces(self.database, sorted(named))
+        for namespaces in counts.usage.values():
+            for name in namespaces.keys() - known:
+                del namespaces[name]
 
-    async def _write(self, namespaces: Sequence[str], counts: _Counts) -> None:
-        """Write the counts of some namespaces in one transaction.
+    async def _write(self, part: _Part, counts: _Counts, *, waits: bool = False) -> list[_Part]:
+        """Write a part in one transaction, and drop it from the counts.
 
-        The event loop answers requests between two parts of the uses.
+        Returns:
+            Parts whose rows were locked. With `waits`, the transaction waits for them.
         """
-        used_at = self.bounded(self.clock())
-        parts = list(self._parts([counts.uses.get(namespace, {}) for namespace in namespaces]))
-
-        async def add(connection: Transaction) -> None:
-            for namespace in namespaces:
-                await self._add(connection, namespace, counts.usage.get(namespace, _new_hours()))
-
-        async with self.database.writing_in_steps() as steps:
-            for part in parts:  # all transactions lock artifacts, then usage, then history
-                await steps.run(partial(touch_artifacts, used=part, used_at=used_at))
-            await steps.run(add, is_last=True)
-        for namespace in namespaces:
-            counts.uses.pop(namespace, None)
-            counts.usage.pop(namespace, None)
-        for part in parts:
-            self.when_written([key for key, _ in part])
-            await asyncio.sleep(0)
-
-    def _parts(
-        self, uses: Iterable[dict[StoredKey, int]]
-    ) -> Iterator[Sequence[tuple[StoredKey, int]]]:
-        """Yield the uses in the order of `touch_artifacts`, at most `MAX_TOUCHED` at a time."""
-        order = _in_key_order if self.database.is_postgresql else itemgetter(1)
-        ordered = chain(*(sorted(of_namespace.items(), key=order) for of_namespace in uses))
-        while part := list(islice(ordered, MAX_TOUCHED)):
-            yield part
-
-    async def _add(self, connection: Transaction, namespace: str, hours: _Hours) -> None:
-        if hours:
-            total = _Usage()
-            for groups in hours.values():
-                for usage in groups.values():
-                    total.add(usage)
-            await add_counts(connection, namespace, total.change)
-        for hour, groups in sorted(hours.items()):
-            changes = {group[1:]: usage.step for group, usage in groups.items() if any(usage.step)}
-            await add_history(connection, namespace, hour, changes, max_groups=MAX_GROUPS)
+        usage = counts.usage[part.hour]
+        add = partial(
+            add_requests,
+            uses=part.uses,
+            requests={name: usage[name].requests for name in part.namespaces},
+            now=self.bounded(self.clock()),
+            hour=part.hour,
+            max_groups=MAX_GROUPS,
+            waits=waits,
+        )
+        async with self.database.writing_in_steps(at_once=True) as steps:
+            skipped = await steps.run(add, is_last=True)
+        left = Skipped() if waits else skipped  # a transaction that has waited skips what is gone
+        written = dict(part.uses)
+        for key, _ in left.uses:
+            del written[key]
+        for key in written:
+            del counts.uses[key.namespace][key]
+        for name in set(part.namespaces).difference(left.namespaces):
+            del usage[name]
+        self.when_written(written)
+        await asyncio.sleep(0)  # requests run between two parts
+        uses = groupby(left.uses, key=lambda use: use[0].namespace)
+        return [_Part(list(group), part.hour, ()) for _, group in uses] + [
+            _Part((), part.hour, (name,)) for name in left.namespaces
+        ]
 
     async def run(self, *, every_seconds: float) -> None:
         """Flush until cancelled, or until the database is corrupt."""
@@ -353,3 +361,25 @@ class Accounting:
                 _LOGGER.warning("could not write the usage counters, will retry: %s", error)
             except Exception:
                 _LOGGER.exception("could not write the usage counters, will retry")
+
+
+def _parts(counts: _Counts, hour: datetime) -> list[_Part]:
+    """Split the counts into parts of at most `MAX_AT_ONCE` uses, and about as many groups."""
+    ordered = [
+        use
+        for _, uses in sorted(counts.uses.items())
+        for use in sorted(uses.items(), key=itemgetter(1))  # see `Uses`
+    ]
+    parts = [ordered[start : start + MAX_AT_ONCE] for start in range(0, len(ordered), MAX_AT_ONCE)]
+    counted: list[tuple[datetime, list[str]]] = []
+    for of_hour, namespaces in sorted(counts.usage.items()):
+        free = 0
+        for name, groups in sorted(namespaces.items()):
+            if free <= 0:
+                counted.append((of_hour, []))
+                free = MAX_AT_ONCE
+            counted[-1][1].append(name)
+            free -= len(groups)
+    return [
+        _Part(uses or (), *(named or (hour, ()))) for uses, named in zip_longest(parts, counted)
+    ]

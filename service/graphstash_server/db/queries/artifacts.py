@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Collection, Sequence
 from datetime import datetime
-from itertools import groupby
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 from sqlalchemy import (
     ColumnElement,
@@ -12,7 +11,6 @@ from sqlalchemy import (
     FromClause,
     Select,
     String,
-    Update,
     and_,
     bindparam,
     case,
@@ -52,13 +50,11 @@ from graphstash_server.db.queries.shared import (
     stored_key,
     where_key,
 )
-from graphstash_server.db.sqlite import SqliteTransaction
 from graphstash_server.db.tables import artifacts, withdrawal_heads
 from graphstash_server.eviction_order import aged, density
 from graphstash_server.keys import StoredKey
 
 __all__ = [
-    "MAX_TOUCHED",
     "FoundArtifacts",
     "delete_artifacts",
     "delete_rows",
@@ -75,13 +71,9 @@ __all__ = [
     "pin_artifacts",
     "release_artifact",
     "replace_artifact",
-    "touch_artifacts",
     "unpin_artifacts",
     "withhold_artifact",
 ]
-
-MAX_TOUCHED: Final = 256
-"""Artifacts of one call of `touch_artifacts`: building its parameters takes about a millisecond."""
 
 _SELECT = select(*KEYED_ARTIFACT_COLUMNS)
 _ENTRY = artifacts.alias("entry")
@@ -429,41 +421,6 @@ async def _set_of(
         locked = select(artifacts.c.fingerprint).where(chosen).order_by(*artifacts.primary_key)
         await connection.execute(locked.with_for_update(), given)
     await connection.execute(update(artifacts).where(chosen).values({name: value}), given)
-
-
-async def touch_artifacts(
-    connection: Transaction, used: Sequence[tuple[StoredKey, int]], *, used_at: datetime
-) -> None:
-    """Add hits and set the last use of up to `MAX_TOUCHED` artifacts.
-
-    `used` must be sorted by namespace, and then for PostgreSQL in key order, see `_set_of`, or for
-    SQLite by hits: one statement adds the same number to many artifacts. A statement per artifact
-    would hold the interpreter's lock for most of its time, and so delay requests.
-    """
-    common = {"used_at": used_at, "aged": aged(used_at)}
-    if not isinstance(connection, SqliteTransaction):
-        rows = [{**key_parameters(key), "more_hits": hits, **common} for key, hits in used]
-        await _TOUCH.execute_all(connection, rows)
-        return
-    for (_, hits), group in groupby(used, key=lambda use: (use[0].namespace, use[1])):
-        given = keys_parameters([key for key, _ in group])
-        await _TOUCH_MANY.execute(connection, {**given, "more_hits": hits, **common})
-
-
-def _touch(condition: ColumnElement[bool]) -> Update:
-    return (
-        update(artifacts)
-        .where(condition)
-        .values(
-            hits=artifacts.c.hits + bindparam("more_hits"),
-            last_used_at=bindparam("used_at"),
-            eviction_rank=artifacts.c.density + bindparam("aged"),
-        )
-    )
-
-
-_TOUCH = Prepared(lambda _: _touch(where_key(artifacts)))
-_TOUCH_MANY = Prepared(lambda dialect: _touch(are_keys(artifacts, dialect)))
 
 
 async def withhold_artifact(

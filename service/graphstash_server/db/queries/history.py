@@ -7,6 +7,8 @@ from typing import Any, Final, NamedTuple, TypeAlias
 
 from sqlalchemy import (
     ColumnElement,
+    Executable,
+    and_,
     bindparam,
     case,
     delete,
@@ -19,17 +21,27 @@ from sqlalchemy import (
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema.history import OTHERS, Grouping, HistoryPoint, Step
-from graphstash_server.db.prepared import Prepared, Transaction, is_one_of
-from graphstash_server.db.queries.shared import Upsert, insert_in, new_values, prefixed
+from graphstash_server.db.prepared import Prepared, Source, Transaction, is_one_of
+from graphstash_server.db.queries.shared import (
+    Upsert,
+    array_values,
+    given_rows,
+    insert_in,
+    new_values,
+)
 from graphstash_server.db.tables import history
 
 __all__ = [
+    "HISTORY_COLUMNS",
     "Group",
     "HistoryChange",
+    "HistoryRow",
     "Selection",
     "add_history",
+    "adding",
     "begin_of",
     "drop_history",
+    "history_rows",
     "list_points",
     "rank_groups",
 ]
@@ -37,6 +49,7 @@ __all__ = [
 Group: TypeAlias = tuple[str, str, str]
 """Kind, device type and job."""
 
+_STEP: Final = ("namespace", "step", "at")
 _GROUP: Final = ("kind", "device_type", "job")
 
 
@@ -54,39 +67,51 @@ class HistoryChange(NamedTuple):
         return HistoryChange._make(a + b for a, b in zip(self, other, strict=True))
 
 
+HistoryRow: TypeAlias = tuple[Any, ...]
+"""Values of `HISTORY_COLUMNS`."""
+
+HISTORY_COLUMNS: Final = (*_STEP, *_GROUP, *HistoryChange._fields)
+
+
 def begin_of(step: Step, at: datetime) -> datetime:
     """Return the start of the step that contains a UTC time."""
     hour = 0 if step is Step.DAY else at.hour
     return at.replace(hour=hour, minute=0, second=0, microsecond=0)
 
 
-async def add_history(
-    connection: Transaction,
-    namespace: str,
-    at: datetime,
-    changes: Mapping[Group, HistoryChange],
+async def history_rows(
+    source: Source,
+    changes: Mapping[str, Mapping[Group, HistoryChange]],
+    hour: datetime,
     *,
     max_groups: int,
-) -> None:
-    """Add to the hour rows and the day rows of a time.
+) -> list[HistoryRow]:
+    """Return the hour rows and the day rows of changes by namespace and group, for `add_history`.
 
     Each hour or day of a namespace has at most `max_groups` rows, plus one row per kind for all
-    further device types and jobs. The caller must have locked the namespace's row of `usage`.
+    further device types and jobs. Two servers that add rows at the same time may exceed the limit
+    once.
     """
     if not changes:
-        return
-    begins = {step: begin_of(step, at) for step in Step}
-    found = await _LIST_GROUPS.fetch(
-        connection, {"of_namespace": namespace, **{f"of_{step}": at for step, at in begins.items()}}
-    )
-    rows = []
-    for step in Step:
-        known = {tuple(group) for name, *group in found if name == step}
-        for group, change in _bounded(changes, known, max_groups=max_groups).items():
-            columns = dict(zip(_GROUP, group, strict=True))
-            where = {"namespace": namespace, "step": step.value, "at": begins[step]}
-            rows.append(prefixed("new_", {**where, **columns, **change._asdict()}))
-    await _ADD.execute_all(connection, rows)
+        return []
+    begins = {step: begin_of(step, hour) for step in Step}
+    asked = [(name, step.value, at) for name in changes for step, at in begins.items()]
+    given = {
+        "names": list(changes),
+        **{f"of_{step}": at for step, at in begins.items()},
+        **array_values("asked", asked, _STEP),
+    }
+    known: dict[tuple[str, str], set[tuple[str, ...]]] = {}
+    for namespace, step, *group in await _LIST_GROUPS.fetch(source, given):
+        known.setdefault((namespace, step), set()).add(tuple(group))
+    return [
+        (namespace, step.value, at, *group, *change)
+        for namespace, groups in changes.items()
+        for step, at in begins.items()
+        for group, change in _bounded(
+            groups, known.get((namespace, step), set()), max_groups=max_groups
+        ).items()
+    ]
 
 
 def _bounded(
@@ -103,31 +128,49 @@ def _bounded(
     return bounded
 
 
-_LIST_GROUPS = Prepared(
-    # With OR instead of UNION, SQLite reads all rows of the namespace.
-    lambda _: union_all(
+def _list_groups(dialect: str) -> Executable:
+    columns = [history.c[name] for name in ("namespace", "step", *_GROUP)]
+    if dialect == "postgresql":
+        # For one value of `at`, PostgreSQL could read the rows of all namespaces: it expects few
+        # rows at a time that is later than its statistics.
+        asked = given_rows("asked", history, _STEP)
+        are_same = (history.c[name] == asked.c[name] for name in _STEP)
+        return select(*columns).join(asked, and_(*are_same))
+    return union_all(  # with OR instead of UNION, SQLite reads all rows of the namespace
         *(
-            select(history.c.step, *(history.c[name] for name in _GROUP)).where(
-                history.c.namespace == bindparam("of_namespace"),
+            select(*columns).where(
+                is_one_of(history.c.namespace, "names", dialect),
                 history.c.step == literal(step.value, history.c.step.type),
                 history.c.at == bindparam(f"of_{step}", type_=history.c.at.type),
             )
             for step in Step
         )
     )
-)
 
 
-def _add(dialect: str) -> Upsert:
-    names = ("namespace", "step", "at", *_GROUP, *HistoryChange._fields)
-    statement = insert_in(dialect, history).values(new_values(history, names))
+_LIST_GROUPS = Prepared(_list_groups)
+
+
+async def add_history(connection: Transaction, rows: Sequence[HistoryRow]) -> None:
+    """Add rows of `history_rows`."""
+    given = [dict(zip(_ADDED, row, strict=True)) for row in rows]
+    await _ADD.execute_all(connection, given)
+
+
+_ADDED: Final = [f"new_{name}" for name in HISTORY_COLUMNS]
+
+
+def adding(statement: Upsert) -> Upsert:
+    """Let an INSERT add to rows that exist."""
     return statement.on_conflict_do_update(
         index_elements=list(history.primary_key),
         set_={name: history.c[name] + statement.excluded[name] for name in HistoryChange._fields},
     )
 
 
-_ADD = Prepared(_add)
+_ADD = Prepared(
+    lambda dialect: adding(insert_in(dialect, history).values(new_values(history, HISTORY_COLUMNS)))
+)
 
 
 class Selection(NamedTuple):

@@ -5,9 +5,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final, TypeAlias
 
-from sqlalchemy import BindParameter, ColumnElement, FromClause, Table, and_, bindparam
+from sqlalchemy import (
+    ARRAY,
+    BindParameter,
+    ColumnElement,
+    FromClause,
+    Table,
+    TableValuedAlias,
+    and_,
+    bindparam,
+    column,
+    func,
+)
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy.types import TypeEngine
 
 from graphstash_schema import ArtifactKind, Digest
 from graphstash_server.artifact import Artifact, DescribedArtifact
@@ -23,8 +35,10 @@ __all__ = [
     "QUEUED_UNTIL",
     "Upsert",
     "are_keys",
+    "array_values",
     "artifact_of",
     "described_of",
+    "given_rows",
     "insert_in",
     "insert_into",
     "is_key",
@@ -151,6 +165,29 @@ def unindexed(column: ColumnElement[str]) -> ColumnElement[str]:
     prefers an index for `=` to the index for ORDER BY, and sorts all rows of a large namespace.
     """
     return column + ""
+
+
+def array_values(
+    name: str, rows: Sequence[Sequence[Any]], columns: Sequence[str]
+) -> dict[str, Sequence[Any]]:
+    """Return the parameters of `given_rows`."""
+    values = zip(*rows, strict=True) if rows else [()] * len(columns)
+    return {f"{name}_{each}": value for each, value in zip(columns, values, strict=True)}
+
+
+def given_rows(name: str, table: Table, columns: Sequence[str]) -> TableValuedAlias:
+    """Return rows that a statement gets as one array per column, numbered from 1: PostgreSQL."""
+    types: dict[str, TypeEngine[Any]] = {each: table.c[each].type for each in columns}
+    arrays = (bindparam(f"{name}_{each}", type_=ARRAY(type_)) for each, type_ in types.items())
+    return (
+        func.unnest(*arrays)
+        .table_valued(
+            *(column(each, type_) for each, type_ in types.items()),
+            with_ordinality="number",
+            name=name,
+        )
+        .render_derived(name=name)
+    )
 
 
 Upsert: TypeAlias = sqlite.Insert | postgresql.Insert

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sqlalchemy import ColumnElement, bindparam, func, literal, or_, select, union_all, update
+from sqlalchemy import ColumnElement, func, literal, or_, select, union_all
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_server.db.prepared import NOTHING, Prepared, Row, Source, Transaction, is_one_of
@@ -13,7 +13,6 @@ from graphstash_server.db.tables import artifacts, manifest_entries, usage
 
 __all__ = [
     "UsageChange",
-    "add_counts",
     "add_usage",
     "find_namespaces",
     "list_namespaces",
@@ -62,23 +61,6 @@ def _add_usage(dialect: str) -> Upsert:
 
 
 _ADD_USAGE = Prepared(_add_usage)
-
-
-async def add_counts(connection: Transaction, namespace: str, change: UsageChange) -> None:
-    """Add to a namespace's counters if it has a row. A request alone must not create a row, because
-    clients can request any number of namespaces.
-    """
-    amounts = prefixed("more_", change._asdict())
-    await _ADD_COUNTS.execute(connection, {"of_namespace": namespace, **amounts})
-
-
-_ADD_COUNTS = Prepared(
-    lambda _: (
-        update(usage)
-        .where(usage.c.namespace == bindparam("of_namespace"))
-        .values({name: usage.c[name] + bindparam(f"more_{name}") for name in UsageChange._fields})
-    )
-)
 
 
 async def find_namespaces(source: Source, names: Sequence[str]) -> set[str]:
