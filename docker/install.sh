@@ -16,4 +16,4 @@ uv build --quiet --wheel --build-constraints "$source/constraints.txt" --out-dir
 uv venv --quiet --python "$python" "$venv"
 # Compiled here: at run time the file system is read-only.
 uv pip install --quiet --compile-bytecode --python "$venv/bin/python" \
-    --constraint "$source/constraints.txt" "$(echo "$dist"/*.whl)[server,s3,postgres,tracing]"
+    --constraint "$source/constraints.txt" "$(echo "$dist"/*.whl)[server,s3,gcs,azure,postgres,tracing]"

@@ -148,7 +148,8 @@ def test_refusal_of_a_wrong_value_names_it():
         ({}, "set database.secret to the name of a Secret"),
         ({"database": {"secret": "a"}}, "set blobs.bucket to the bucket"),
         ({"blobs": {"store": "disk"}}, "set blobs.claim to a PersistentVolumeClaim"),
-        ({"blobs": {"store": "gcs"}}, "'/blobs/store'"),
+        ({"blobs": {"store": "tape"}}, "'/blobs/store'"),
+        ({"blobs": {"store": "azure"}}, "set settings.AZURE_STORAGE_ACCOUNT_NAME"),
         ({"blobs": {"tier": {"size": "16 gigabytes"}}}, "'/blobs/tier/size'"),
         ({"replica": 3}, "'replica' not allowed"),
         ({"replicas": 0}, "'/replicas': minimum"),
@@ -188,6 +189,41 @@ def test_names_that_yaml_parses_as_other_types_stay_strings():
     assert all(isinstance(each["metadata"]["name"], str) for each in objects)
     # A Service's name must be a DNS label.
     assert all(re.fullmatch(r"[-a-z0-9]{1,63}", each["metadata"]["name"]) for each in objects)
+
+
+@pytest.mark.parametrize(
+    ("store", "names"),
+    [
+        ("s3", {"AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"}),
+        ("azure", {"AZURE_STORAGE_ACCOUNT_KEY"}),
+        ("gcs", {"GOOGLE_APPLICATION_CREDENTIALS"}),
+        ("disk", set()),
+    ],
+)
+def test_secret_of_the_bucket_reaches_servers_of_its_store_alone(store, names):
+    blobs = {"store": store, "bucket": "graphs", "claim": "blobs"}
+    values = {**SMALLEST, "blobs": blobs, "settings": {"AZURE_STORAGE_ACCOUNT_NAME": "team"}}
+    without, given = (
+        render(merged(values, {"blobs": {"credentialsSecret": name}})) for name in ("", "secret")
+    )
+    validate(given["objects"])
+    for kind, name in (("Deployment", "graphstash"), ("Job", "graphstash-migrate")):
+        before, after = (
+            {each["name"] for each in container_of(rendered, kind, name)["env"]}
+            for rendered in (without, given)
+        )
+        assert after - before == names
+        pod = only(given["objects"], kind, name)["spec"]["template"]["spec"]
+        secrets = [each["secret"] for each in pod["volumes"] if "secret" in each]
+        mounts = {each["name"]: each for each in pod["containers"][0]["volumeMounts"]}
+        if store == "gcs":
+            assert secrets == [{"secretName": "secret", "defaultMode": 0o440}]
+            (path,) = (
+                each["value"] for each in pod["containers"][0]["env"] if each["name"] in names
+            )
+            assert path == f"{mounts['google']['mountPath']}/credentials.json"
+        else:
+            assert secrets == []
 
 
 def test_every_reference_names_an_existing_object():
@@ -254,9 +290,10 @@ def test_files_of_the_page_are_accepted():
     objects = render(values)["objects"]
     assert only(objects, "ServiceAccount")["metadata"]["annotations"]
     validate([files.pop("job.yaml")])
-    assert sorted(files) == ["values-ingress.yaml", "values-oidc.yaml"]
+    names = ["values-azure.yaml", "values-gcs.yaml", "values-ingress.yaml", "values-oidc.yaml"]
+    assert sorted(files) == names
     for more in files.values():
-        render(merged(values, more))
+        validate(render(merged(values, more))["objects"])
 
 
 # -- the rendered pods, as processes --
@@ -424,6 +461,34 @@ def test_servers_with_s3_need_the_migration_share_blobs_and_end_in_time(pod):
 
         put_and_get(first, second)
         assert (first.stop(), second.stop()) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("store", "emulator"),
+    [
+        ("gcs", "fake_gcs"),
+        pytest.param("azure", "azurite", marks=(pytest.mark.npm, pytest.mark.timeout(900))),
+    ],
+)
+def test_servers_with_other_buckets_share_blobs(pod, request, store, emulator):
+    emulator = request.getfixturevalue(emulator)
+    account = {
+        name: value for name, value in emulator.variables.items() if name.endswith("ACCOUNT_NAME")
+    }
+    values = {
+        **SMALLEST,
+        "blobs": {"store": store, "bucket": emulator.new_bucket()},
+        "settings": account,
+    }
+    first = pod(values)
+    second = pod(values, first.secrets["GRAPHSTASH_DATABASE_URL"])
+    for each in (first, second):
+        each.more |= emulator.variables  # the emulator's address and key
+    assert first.migrate().returncode == 0
+    first.start()
+    second.start()
+    put_and_get(first, second)
+    assert (first.stop(), second.stop()) == (0, 0)
 
 
 def test_lost_database_makes_a_pod_unready_but_does_not_restart_it(pod, compose_postgres):

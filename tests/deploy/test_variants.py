@@ -148,6 +148,8 @@ def test_steps_of_the_dockerfile_install_a_working_server(deploy, tmp_path):
     heavy = "import importlib.util as u; print([n for n in ('torch', 'pytest') if u.find_spec(n)])"
     found = captured([venv / "bin" / "python", "-I", "-c", heavy], check=True)
     assert found.stdout.strip() == "[]"
+    stores = "import boto3, google.cloud.storage, obstore"
+    captured([venv / "bin" / "python", "-I", "-c", stores], check=True)
     deployment.migrate()
     deployment.start("server-1")
     deployment.make_token()

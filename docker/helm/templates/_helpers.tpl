@@ -56,8 +56,12 @@ capabilities: {drop: [ALL]}
     "GRAPHSTASH_SHUTDOWN_SECONDS" .Values.shutdownSeconds
     "GRAPHSTASH_DATA_DIR" "/var/lib/graphstash/data"
     "GRAPHSTASH_BLOB_STORE" .Values.blobs.store -}}
-{{- if eq .Values.blobs.store "s3" -}}
-{{- $_ := set $chosen "GRAPHSTASH_S3_BUCKET" (required "set blobs.bucket to the bucket of the artifacts, or blobs.store to disk" .Values.blobs.bucket) -}}
+{{- if ne .Values.blobs.store "disk" -}}
+{{- $names := dict "s3" "GRAPHSTASH_S3_BUCKET" "gcs" "GRAPHSTASH_GCS_BUCKET" "azure" "GRAPHSTASH_AZURE_CONTAINER" -}}
+{{- $_ := set $chosen (get $names .Values.blobs.store) (required "set blobs.bucket to the bucket of the artifacts, or blobs.store to disk" .Values.blobs.bucket) -}}
+{{- if and (eq .Values.blobs.store "azure") (not (hasKey .Values.settings "AZURE_STORAGE_ACCOUNT_NAME")) -}}
+{{- fail "set settings.AZURE_STORAGE_ACCOUNT_NAME to the account of the container" -}}
+{{- end -}}
 {{- $_ := set $chosen "GRAPHSTASH_TIER_LIMIT_BYTES" .Values.blobs.tier.limit -}}
 {{- end -}}
 {{- range $name, $value := .Values.settings -}}
@@ -79,12 +83,25 @@ capabilities: {drop: [ALL]}
 - name: {{ $name }}
   value: {{ include "graphstash.text" $value | quote }}
 {{- end }}
-{{- if and (eq .Values.blobs.store "s3") .Values.blobs.credentialsSecret }}
-{{- range list "AWS_ACCESS_KEY_ID" "AWS_SECRET_ACCESS_KEY" }}
+{{- if .Values.blobs.credentialsSecret }}
+{{- $keys := dict
+    "s3" (list "AWS_ACCESS_KEY_ID" "AWS_SECRET_ACCESS_KEY")
+    "azure" (list "AZURE_STORAGE_ACCOUNT_KEY")
+    "gcs" list
+    "disk" list }}
+{{- range get $keys .Values.blobs.store }}
 - name: {{ . }}
   valueFrom: {secretKeyRef: {name: {{ $.Values.blobs.credentialsSecret | quote }}, key: {{ . }}}}
 {{- end }}
 {{- end }}
+{{- if include "graphstash.googleSecret" . }}
+- {name: GOOGLE_APPLICATION_CREDENTIALS, value: /var/run/secrets/google/credentials.json}
+{{- end }}
+{{- end -}}
+
+{{/* Google's libraries read a key from a file. */}}
+{{- define "graphstash.googleSecret" -}}
+{{- if eq .Values.blobs.store "gcs" }}{{ .Values.blobs.credentialsSecret }}{{ end -}}
 {{- end -}}
 
 {{/* Numbers of values files are floating point: 1000000 would become 1e+06. */}}
@@ -97,6 +114,9 @@ capabilities: {drop: [ALL]}
 {{- define "graphstash.mounts" -}}
 - {name: tmp, mountPath: /tmp}
 - {name: data, mountPath: /var/lib/graphstash}
+{{- if include "graphstash.googleSecret" . }}
+- {name: google, mountPath: /var/run/secrets/google, readOnly: true}
+{{- end }}
 {{- with .Values.extraVolumeMounts }}
 {{ toYaml . }}
 {{- end }}
@@ -108,7 +128,7 @@ capabilities: {drop: [ALL]}
 - name: data
 {{- if eq .Values.blobs.store "disk" }}
   persistentVolumeClaim:
-    claimName: {{ required "set blobs.claim to a PersistentVolumeClaim that all servers can mount (ReadWriteMany), or blobs.store to s3" .Values.blobs.claim | quote }}
+    claimName: {{ required "set blobs.claim to a PersistentVolumeClaim that all servers can mount (ReadWriteMany), or blobs.store to s3, gcs or azure" .Values.blobs.claim | quote }}
 {{- else if .Values.blobs.tier.storageClass }}
   ephemeral:
     volumeClaimTemplate:
@@ -118,6 +138,10 @@ capabilities: {drop: [ALL]}
         resources: {requests: {storage: {{ .Values.blobs.tier.size }}}}
 {{- else }}
   emptyDir: {sizeLimit: {{ .Values.blobs.tier.size }}}
+{{- end }}
+{{- with include "graphstash.googleSecret" . }}
+- name: google
+  secret: {secretName: {{ . | quote }}, defaultMode: 0440}
 {{- end }}
 {{- with .Values.extraVolumes }}
 {{ toYaml . }}
