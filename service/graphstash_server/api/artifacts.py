@@ -191,6 +191,8 @@ async def put_artifact(call: NamespaceCall) -> Response:
         job=job_named(request.headers.get(HEADER_JOB)),
         publisher=publisher_of(call) if call.context.region is not None else None,
     )
+    if call.context.region is not None:
+        await call.context.region.publishes.refuse_withheld(upload)
     is_new = await call.context.uploads.publish(upload, _body(call, upload))
     if call.context.region is not None:
         call.context.region.publishes.wake()

@@ -479,6 +479,13 @@ withdrawals = Table(
     Column("sha256", String(64), nullable=False, comment="names the blob"),
     Column("cause", String(16), nullable=False),
     Column("withdrawn_at", UtcTime, nullable=False),
+    # For a region, which refuses these bytes while its upstream does not answer.
+    Index(
+        "ix_withdrawals_withheld",
+        *("namespace", "sha256"),
+        postgresql_where=text("cause = 'withheld'"),
+        sqlite_where=text("cause = 'withheld'"),
+    ),
 )
 """Artifacts that were withheld, deleted or replaced, numbered per namespace without gaps. By the
 random `mark`, a client detects that a restored backup has numbered the entries again. The

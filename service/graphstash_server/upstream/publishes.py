@@ -8,6 +8,9 @@ the first artifact.
 If the upstream has other bytes for the key, the region drops its own. All regions then serve the
 same executable. It also drops an artifact whose publisher may no longer write, by the token and the
 policy that the upstream has by then.
+
+Nothing is sent before the region has applied the withdrawals of its namespace. Otherwise bytes that
+the upstream deleted while the region was cut off would return to it.
 """
 
 import asyncio
@@ -18,7 +21,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
 
-from graphstash_schema import Digest, ErrorCode, Problem
+from graphstash_schema import Digest, ErrorCode, Namespace, Problem
+from graphstash_schema.names import LIST_START, ListPosition
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.upstream import (
@@ -26,11 +30,15 @@ from graphstash_server.db.queries.upstream import (
     claim_publishes,
     count_publishes,
     end_publish,
+    find_position,
     renew_publish,
     retry_publish,
 )
+from graphstash_server.db.queries.withdrawals import is_listed_as_withheld
 from graphstash_server.errors import ServerError, ShortBlobError
+from graphstash_server.keys import StoredKey
 from graphstash_server.services.artifacts.service import ArtifactService, OpenArtifact
+from graphstash_server.services.artifacts.uploads import Upload, withheld
 from graphstash_server.upstream.claims import CLAIM, renewed
 from graphstash_server.upstream.client import Answer, UpstreamClient, UpstreamError
 from graphstash_server.upstream.fetches import UPSTREAM, Fetches
@@ -47,6 +55,9 @@ _PAUSE_SECONDS: Final = 2.0
 
 _MAX_PAUSE: Final = timedelta(minutes=5)
 _DOUBLINGS: Final = 9
+
+_WITHDRAWALS_PAUSE: Final = timedelta(seconds=1)
+"""Pause of a publish that waits for withdrawals."""
 
 _FINAL: Final = frozenset({400, 411, 412, 413, 422, 431})
 """Statuses of a refusal that no retry changes."""
@@ -76,6 +87,26 @@ class Publishes:
         """Return the length of the queue."""
         async with self.database.reading() as connection:
             return await count_publishes(connection)
+
+    async def refuse_withheld(self, upload: Upload) -> None:
+        """Refuse bytes that the upstream has withheld, even while it does not answer.
+
+        Raises:
+            ServerError: 409, and nothing of the body was read.
+        """
+        async with self.database.reading() as connection:
+            is_listed = await is_listed_as_withheld(connection, upload.key, upload.digest)
+        if is_listed and not await self._is_released(upload.key):
+            raise withheld(upload, upload.digest)
+
+    async def _is_released(self, key: StoredKey) -> bool:
+        if not self.client.is_up.is_set():
+            return False
+        try:
+            found = await self.client.look_up(key.namespace, [key])
+        except UpstreamError:
+            return False
+        return not found.withdrawn
 
     async def run(self) -> None:
         """Send what is queued, until cancelled. A slow upload delays no other one."""
@@ -121,6 +152,13 @@ class Publishes:
         try:
             async with renewed(renew):
                 outcome = await self._send_or_fail(queued)
+            if outcome == "early":
+                async with self.database.writing() as connection:
+                    until = self.clock() + _WITHDRAWALS_PAUSE
+                    await renew_publish(
+                        connection, queued.key, Digest(queued.sha256, 0), until=until
+                    )
+                return
             self.client.count(f"publish_{outcome}")
             if outcome in {"failed", "refused"}:
                 # In an outage, no process claims anything, so the pause grows for other causes
@@ -161,6 +199,8 @@ class Publishes:
             await self.fetches.follow(key.namespace, found.newest_withdrawal)
             if any(each.digest == str(digest) for each in found.found):
                 outcome = "sent"
+            elif not await self._has_applied(key.namespace, found.newest_withdrawal):
+                return "early"
             else:
                 answer = await self.client.upload(
                     key,
@@ -188,6 +228,11 @@ class Publishes:
         async with self.database.writing() as connection:
             await end_publish(connection, key, digest)
         return outcome
+
+    async def _has_applied(self, namespace: Namespace, newest: str | None) -> bool:
+        async with self.database.reading() as connection:
+            applied = await find_position(connection, namespace) or LIST_START
+        return applied.number >= ListPosition(newest or LIST_START).number
 
 
 def _outcome(answer: Answer) -> str:

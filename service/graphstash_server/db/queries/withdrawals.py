@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Final, NamedTuple
 
-from sqlalchemy import Executable, bindparam, delete, insert, select
+from sqlalchemy import Executable, bindparam, delete, insert, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Digest, Namespace
@@ -24,6 +24,7 @@ from graphstash_server.keys import StoredKey
 __all__ = [
     "WithdrawalRow",
     "add_withdrawals",
+    "is_listed_as_withheld",
     "list_ends",
     "list_heads",
     "list_withdrawals",
@@ -120,6 +121,21 @@ async def add_withdrawals(
             )
         ],
     )
+
+
+async def is_listed_as_withheld(
+    connection: AsyncConnection, key: StoredKey, digest: Digest
+) -> bool:
+    """Return whether the list says that an artifact was withheld. It may have been released."""
+    statement = select(withdrawals.c.number).where(
+        withdrawals.c.namespace == key.namespace,
+        withdrawals.c.sha256 == digest.sha256,
+        text("cause = 'withheld'"),  # a parameter would not match the condition of the index
+        withdrawals.c.fingerprint == key.key.fingerprint,
+        withdrawals.c.kind == key.key.kind,
+        withdrawals.c.device_type == key.key.device_type,
+    )
+    return (await connection.execute(statement.limit(1))).first() is not None
 
 
 async def withdrawal_head(connection: AsyncConnection, namespace: Namespace) -> ListPosition:

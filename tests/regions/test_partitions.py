@@ -1,0 +1,111 @@
+"""What the upstream withdraws is gone everywhere, whatever a region stored while it was cut off."""
+
+import threading
+
+from support.regions import Site, envelope, read
+from support.waiting import until
+
+
+def elsewhere(world):
+    """Return the upstream's server at another address, which its regions do not know."""
+    return Site(world.center.directory)
+
+
+def test_bytes_that_the_upstream_withholds_are_refused_while_it_is_away(world):
+    center, site = world.api(world.center), world.region()
+    region = world.api(site)
+    bad, good = (envelope(center, 1, payload) for payload in (b"bad", b"good"))
+    assert center.put(bad, 1).status_code == 201
+    assert read(region, 1).content == bad
+    center.withhold(bad, 1)
+    until(lambda: read(region, 1).status_code == 404)
+    world.center.kill()
+    answer = region.put(bad, 1)
+    assert (answer.status_code, answer.json()["code"]) == (409, "withheld")
+    assert read(region, 1).status_code == 404
+    # Other bytes for the key may serve the region until the upstream decides.
+    assert region.put(good, 1).status_code == 201
+    world.center.start()
+    until(lambda: site.events(world.admin)["queued"] == 0, seconds=90)
+    assert [read(each, 1).status_code for each in (center, region)] == [404, 404]
+    assert site.events(world.admin)["publish_conflict"] == 1
+
+
+def test_bytes_that_the_upstream_has_released_are_stored_again(world):
+    center, site = world.api(world.center), world.region()
+    region = world.api(site)
+    blob = envelope(center, 1)
+    assert center.put(blob, 1).status_code == 201
+    assert read(region, 1).content == blob
+    center.withhold(blob, 1)
+    until(lambda: read(region, 1).status_code == 404)
+    assert region.put(blob, 1).status_code == 409
+    assert center.call("release", center.key(1)).status_code == 204
+    assert region.put(blob, 1).status_code in {200, 201}
+    assert read(region, 1).content == blob
+
+
+def test_bytes_that_were_withheld_during_the_partition_end_in_the_region_after_it(world):
+    center, site = world.api(world.center), world.region()
+    region = world.api(site)
+    bad = envelope(center, 1, b"bad")
+    world.center.kill()
+    assert region.put(bad, 1).status_code == 201
+    with elsewhere(world) as moved:
+        there = world.api(moved)
+        assert there.put(bad, 1).status_code == 201
+        there.withhold(bad, 1)
+    world.center.start()
+    until(lambda: read(region, 1).status_code == 404)
+    until(lambda: site.events(world.admin)["queued"] == 0, seconds=90)
+    assert center.get(1).status_code == 404
+
+
+def test_queued_bytes_are_sent_only_after_the_withdrawals_of_the_partition(world):
+    """The upstream's list of withdrawals arrives late."""
+    is_queued, looked_up, goes_on = [], [], threading.Event()
+
+    def change(request, answer):
+        if is_queued and request.path.endswith("artifacts:lookup"):
+            looked_up.append(request)
+            if len(looked_up) > 2:
+                goes_on.set()
+        if is_queued and (request.method == "PUT" or request.path.startswith("/v1/team/withdraw")):
+            goes_on.set() if request.method == "PUT" else goes_on.wait(60)
+        return answer
+
+    center = world.api(world.center)
+    site = world.region(upstream=world.link(change).url)
+    region = world.api(site)
+    bad, other = envelope(center, 1), envelope(center, 2)
+    assert center.put(other, 2).status_code == 201
+    assert read(region, 2).content == other  # the region follows the namespace
+    world.center.kill()
+    assert region.put(bad, 1).status_code == 201
+    with elsewhere(world) as moved:
+        there = world.api(moved)
+        assert there.put(bad, 1).status_code == 201
+        assert there.delete(1).status_code == 204
+    is_queued.append(True)
+    world.center.start()
+    until(lambda: site.events(world.admin)["queued"] == 0, seconds=90)
+    assert [read(each, 1).status_code for each in (center, region)] == [404, 404]
+    assert site.events(world.admin)["publish_gone"] == 1
+    assert center.stats()["puts"] == 2
+
+
+def test_publishes_that_no_withdrawal_concerns_arrive_after_a_partition(world):
+    center, site = world.api(world.center), world.region()
+    region = world.api(site)
+    assert center.put(envelope(center, 1), 1).status_code == 201
+    assert read(region, 1).status_code == 200
+    world.center.kill()
+    blobs = {number: envelope(region, number) for number in range(2, 8)}
+    for number, blob in blobs.items():
+        assert region.put(blob, number).status_code == 201
+    with elsewhere(world) as moved:
+        assert world.api(moved).delete(1).status_code == 204
+    world.center.start()
+    until(lambda: site.events(world.admin)["queued"] == 0, seconds=90)
+    assert {number: center.get(number).content for number in blobs} == blobs
+    assert read(region, 1).status_code == 404
