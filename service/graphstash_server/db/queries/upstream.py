@@ -69,8 +69,8 @@ __all__ = [
 
 _UPSTREAM: Final = "upstream"
 
-_LONGEST_PAUSE: Final = timedelta(hours=1)
-"""Longer than a claim or a pause. A wrong clock has set a later attempt."""
+_LONGEST_PAUSE: Final = timedelta(minutes=6)
+"""Longer than a claim or a pause. A wrong clock has set a later attempt, which is due at once."""
 
 _QUEUE = Prepared(
     lambda dialect: (
