@@ -287,6 +287,24 @@ async def test_simultaneous_requests_for_a_stored_artifact_wake_the_waiters_once
         assert len(woken) <= server.context.database.shared_connections + 1
 
 
+def test_answer_confirms_a_wait_unless_the_server_cuts_it_short(tmp_path, connect):
+    confirmed = "Preference-Applied"
+    with LiveServer(tmp_path, max_connections=2, log_level="error") as server:
+        api = connect(server.url)
+        assert api.acquire(wait=WAIT).headers[confirmed] == f"wait={WAIT}"  # granted in time
+        assert confirmed not in api.acquire().headers
+        assert api.acquire(wait=1).headers[confirmed] == "wait=1"
+        with ThreadPoolExecutor(1) as callers:
+            waiting = callers.submit(wait, connect(server.url, api.namespace))
+            until(lambda: waiters(api) == 1)
+            refused = api.acquire(wait=WAIT)  # too many waiters
+            server.stop()
+            stopped = waiting.result()
+    for answer in (refused, stopped):
+        assert answer.status_code == 202
+        assert confirmed not in answer.headers
+
+
 def test_waiters_leave_connections_for_the_holder(tmp_path, connect):
     with LiveServer(tmp_path, max_connections=8) as server, ThreadPoolExecutor(7) as threads:
         api = connect(server.url)

@@ -85,9 +85,12 @@ async def acquire_lease(call: NamespaceCall) -> Response:
     check_writable(key.namespace, call.policy)  # the policy may have changed meanwhile
     wait_seconds = requested_wait(request.headers.get("prefer"), at_most_seconds=MAX_WAIT_SECONDS)
     gone = asyncio.create_task(_until_gone(request))
+    now = asyncio.get_running_loop().time
+    asked_at = now()
     try:
         acquisition = Acquisition(key, wanted, wait_seconds or 0.0, call.principal.party)
         reply = await leases.acquire(acquisition, gone=gone)
+        waited_seconds = now() - asked_at
     finally:
         gone.cancel()
     try:
@@ -102,9 +105,11 @@ async def acquire_lease(call: NamespaceCall) -> Response:
                 _LOGGER.warning("a lease that was refused lasts until it expires: %s", error)
         raise
     headers = dict(NO_STORE)
-    if wait_seconds is not None:
+    is_held = reply.state is LeaseState.HELD
+    # A server that stops, or has too many waiters, cuts the wait short.
+    if wait_seconds is not None and not (is_held and waited_seconds < wait_seconds):
         headers["Preference-Applied"] = f"wait={wait_seconds:.0f}"
-    if reply.state is LeaseState.HELD:
+    if is_held:
         headers["Retry-After"] = "1"
     return json_answer(reply, _STATUS[reply.state], headers=headers, exclude_none=True)
 
