@@ -1,16 +1,18 @@
 """A server that is killed in any phase keeps acknowledged uploads whole, and no others."""
 
 import os
+import signal
+import socket
 import sqlite3
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 
 import httpx
 import pytest
 
 from graphstash_schema import Digest
-from graphstash_server.testing import LiveServer
+from graphstash_server.testing import LiveServer, ServerProcess
 from support.meter import Meter
 from support.waiting import until
 from support.wire import Wire, put_head
@@ -34,8 +36,26 @@ main()
 """
 
 
-def test_kill_under_load_keeps_acknowledged_artifacts_only(start, connect, stored_files, writers):
-    server = start()
+def refuses_connections(server):
+    with suppress(OSError), socket.create_connection(("127.0.0.1", server.port), timeout=5):
+        return False
+    return True
+
+
+def interrupt_twice(server):
+    """End a server that waits for a client that reads nothing."""
+    server.process.send_signal(signal.SIGINT)
+    until(lambda: refuses_connections(server))
+    server.process.send_signal(signal.SIGINT)
+    assert server.process.wait(60) == 0
+    assert "Traceback" not in server.log
+
+
+@pytest.mark.parametrize("end", [ServerProcess.kill, interrupt_twice])
+def test_end_under_load_keeps_acknowledged_artifacts_only(
+    start, connect, stored_files, writers, end
+):
+    server = start(environment={"GRAPHSTASH_SHUTDOWN_SECONDS": "3600"})
     api = connect(server.url, "large")
     api.put(LARGE, 1)
     with (
@@ -47,7 +67,7 @@ def test_kill_under_load_keeps_acknowledged_artifacts_only(start, connect, store
         until(lambda: len(acknowledged) >= 100)
         chunks = answer.iter_raw()
         next(chunks)
-        server.kill()
+        end(server)
         with pytest.raises((httpx.RemoteProtocolError, httpx.ReadError)):
             list(chunks)
 

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from sqlalchemy import text
 
-from graphstash_schema import ErrorCode, Namespace
+from graphstash_schema import Digest, ErrorCode, LeaseState, Namespace, NamespacePolicy
 from graphstash_server.db import engine as engine_module
 from graphstash_server.db import notifications
 from graphstash_server.errors import ServerError
@@ -140,6 +140,40 @@ async def test_lasting_lock_is_refused_with_reason(tmp_path, database, monkeypat
             assert await server.put(b"1", 1, namespace="unlocked")
         assert refused.value.code is ErrorCode.UNAVAILABLE
         assert await server.put(b"1", 1, namespace="locked")
+
+
+async def test_upload_committed_after_its_refusal_counts_once_and_ends_the_next_lease(
+    tmp_path, database, monkeypatch
+):
+    """The first holder gives up, so a second one compiles as well. Both have the first bytes."""
+    monkeypatch.setitem(engine_module._POOL_SETTINGS, "lock_timeout", "60s")
+    monkeypatch.setattr(uploads_module, "_STORE_SECONDS", 4.0)
+    monkeypatch.setattr(uploads_module, "_DROP_SECONDS", 1.0)
+    async with opener(tmp_path, database)() as server, connected(database) as watch:
+        await server.put(b"another", 1)
+        first = await server.acquire()
+        async with watch.transaction():
+            await watch.execute("UPDATE usage SET hits = hits")
+            with pytest.raises(ServerError) as refused:
+                await server.put(b"first")
+            assert refused.value.code is ErrorCode.UNAVAILABLE
+            await server.context.leases.release(key_of(), token=first.token)
+            second = await server.acquire(caller="second")
+            waiting = asyncio.create_task(server.acquire(caller="third", wait_seconds=60))
+        assert second.state is LeaseState.GRANTED
+        ready = await waiting
+        assert (ready.state, ready.digest) == (LeaseState.READY, str(Digest.of(b"first")))
+
+        assert not await server.put(b"first")  # the retry
+        with pytest.raises(ServerError) as conflict:
+            await server.put(b"second", policy=NamespacePolicy())
+        assert conflict.value.code is ErrorCode.CONFLICT
+        await server.context.leases.release(key_of(), token=second.token)
+        await server.context.accounting.flush()
+        used = await server.used()
+        assert (used.artifacts, used.puts, used.size_bytes) == (2, 2, len(b"anotherfirst"))
+        assert not server.context.allocator._taken
+        assert await server.get() == b"first"
 
 
 @pytest.mark.parametrize("table", ["usage", "artifacts"])

@@ -184,13 +184,16 @@ class GraphstashServer(uvicorn.Server):
 
 class _ShortErrors(logging.Filter):
     """Replaces the traceback that uvicorn logs for a `StartError` by its message. Drops the
-    traceback of a request that the shutdown cancelled: `RequestFrame` answers that request.
+    traceback of a request that the shutdown cancelled: `RequestFrame` answers that request. Drops
+    the traceback of an application that a second interrupt ended.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError):
             return False
         last = record.getMessage().rstrip().rpartition("\n")[2]
+        if last == "asyncio.exceptions.CancelledError":
+            return False
         mark, _, reason = last.partition(f"{StartError.__name__}: ")
         if reason and mark.endswith("errors."):
             record.msg, record.args = reason, None
