@@ -239,3 +239,21 @@ class TestTriton(HookContract):
 class TestNewestTriton(TestTriton):
     cannot: ClassVar = OF_THE_CACHE
     version = "3.9.0"
+
+
+def test_parts_for_graphs_of_torch_contain_the_variables_that_triton_lists(start_program):
+    """torch loads the kernels in its graphs without Triton's key, which contains these variables.
+
+    A C extension reads them, so the program sets one for the whole process.
+    """
+    program = """
+        import os
+        from graphstash.hooks.triton.fingerprint import compiler_parts
+
+        before = compiler_parts(os.environ, "cuda", 90)
+        os.environ["DISABLE_LLVM_OPT"] = "1"
+        now = compiler_parts(os.environ, "cuda", 90)
+        print(*(now.items() - before.items()))
+        """
+    outcome = start_program(program, under="").finish()
+    assert outcome.report == ["('env.DISABLE_LLVM_OPT', 'true')"]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import triton
+from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends import backends
 
 from graphstash._compile.request import CompileRequest
@@ -108,7 +109,9 @@ def compiler_parts(environ: Mapping[str, str], backend: str, arch: Any) -> dict[
         and _READ.fullmatch(name)
         and not _SAME_KERNEL.fullmatch(name)
     }
-    parts = {**settings, "knobs": settings_of(environ), "ptxas": _ptxas(backend, arch)}
+    # Triton's key contains these, but torch loads the kernels in its graphs without that key.
+    others = {f"env.{name}": value for name, value in get_cache_invalidating_env_vars().items()}
+    parts = {**others, **settings, "knobs": settings_of(environ), "ptxas": _ptxas(backend, arch)}
     if replaced := replacements():
         parts["replaced"] = replaced
     return parts
