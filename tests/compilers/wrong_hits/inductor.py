@@ -801,8 +801,52 @@ graph = torch.fx.symbolic_trace(lambda x: torch.ops.quantized.add_relu.default(x
 """
 
 
+_NEEDED = (
+    _LOADED.replace(
+        "build = ",
+        """Path("needed.cpp").write_text("extern const int by = HERE;")
+subprocess.run(["g++", "-shared", "-fPIC", "-o", "needed.so", "needed.cpp"], check=True)
+build = """,
+    )
+    .replace(' "HERE";', ";")
+    .replace('"-lc10"]', '"-lc10", "./needed.so"]')
+)
+
 _AROUND_CODE = (
     pair("library with kernels for a namespace of torch", _LOADED, "2", "3"),
+    pair(
+        "library in which a namespace is the end of another text",
+        _LOADED.replace(r"\0quantized", "not quantized"),
+        "2",
+        "3",
+    ),
+    pair("library that another one needs", _NEEDED, "2", "3"),
+    pair(
+        "library in a directory of the system",
+        _LOADED.replace(
+            "text = ",
+            "from graphstash.hooks.inductor import libraries\n"
+            "libraries._OF_SYSTEM = (str(Path.cwd()),)\n\ntext = ",
+        ),
+        "2",
+        "3",
+    ),
+    pair(
+        "objects for a device that replace those of torch",
+        """
+        import torch
+        from torch._inductor.codegen import common
+
+        common.get_device_op_overrides("cpu")
+
+        class Mine(type(common.device_op_overrides_dict["cpu"])):
+            def device_guard(self, number):
+                return HERE
+
+        common.register_device_op_overrides("cpu", Mine())
+        torch.compile(lambda x: x.sin())(torch.ones(4))
+        """,
+    ),
     _code(
         "operation of a module that a backward imports",
         f"{_OTHER}\ndef gradient(ctx, g):\n    import torch\n    return torch.ops.pairs.other(g)\n"
@@ -929,6 +973,148 @@ _AROUND_CODE = (
     ),
 )
 
+_RANKS = """
+import torch
+import torch._inductor.config as config
+import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg
+
+dist.init_process_group("fake", store=dist.HashStore(), rank=HERE, world_size=2)
+SETTING = True
+torch.compile(lambda x: x.sin())(torch.ones(4))
+"""
+
+
+def _newest(name: str, text: str, *values: str, **how: Any) -> Pair:
+    """Return a pair of programs with something that torch 2.7 lacks."""
+    return pair(name, text, *values, only_in="torch-newest", **how)
+
+
+_NEWEST = (
+    _newest(
+        "annotation of an operation",
+        """
+        import torch
+        from torch.fx.traceback import annotate
+
+        def function(x):
+            with annotate({"fallback_to_eager": HERE}):
+                y = torch.exp(x)
+            return y.sin()
+
+        torch.compile(function)(torch.ones(4))
+        """,
+        *OFF_AND_ON,
+    ),
+    _newest(
+        "policy of checkpoints under the same hash",
+        """
+        import functools
+        import torch
+        from torch.utils import checkpoint
+
+        def policy(context, operation, *_, **__):
+            is_kept = operation == torch.ops.aten.HERE.default
+            policies = checkpoint.CheckpointPolicy
+            return policies.MUST_SAVE if is_kept else policies.PREFER_RECOMPUTE
+
+        context = functools.partial(checkpoint.create_selective_checkpoint_contexts, policy)
+        context.cache_hash = "mine"
+
+        def function(x):
+            return checkpoint.checkpoint(
+                lambda x: x.sin().cos().exp(), x, use_reentrant=False, context_fn=context
+            )
+
+        torch.compile(function)(torch.ones(4, requires_grad=True))
+        """,
+        "sin",
+        "cos",
+    ),
+    _newest(
+        "implementations among which Inductor chooses",
+        f"""{_DEFINE}
+from torch._inductor.kernel.custom_op import CustomOpConfig, register_custom_op_autotuning
+
+configs = [CustomOpConfig(lambda x: x * HERE), CustomOpConfig(lambda x: x + x)]
+register_custom_op_autotuning(scale, configs=configs)
+{_FORWARD}""",
+        "2",
+        "2.0",
+    ),
+    _newest(
+        "pass for a device under the same identity",
+        """
+        import torch
+        from torch._inductor.codegen import common
+        from torch._inductor.codegen.cpp import CppScheduling
+        from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+        from torch._inductor.custom_graph_pass import CustomGraphModulePass
+
+        class Pass(CustomGraphModulePass):
+            def __call__(self, graph):
+                return HERE
+
+            def uuid(self):
+                return "mine"
+
+        common.init_backend_registration()
+        common.register_backend_for_device(
+            "cpu", CppScheduling, PythonWrapperCodegen, device_custom_pass=Pass()
+        )
+        torch.compile(lambda x: x.sin())(torch.ones(4))
+        """,
+        "None",
+        "graph",
+    ),
+    _newest(
+        "class of an object that an operation gets",
+        """
+        import torch
+        from torch._custom_class_base import CustomClassBase
+        from torch._library.opaque_object import register_custom_class
+
+        class Size(CustomClassBase):
+            def __init__(self, number):
+                self.number = number
+
+            def rows(self):
+                return self.number * HERE
+
+            def __eq__(self, other):
+                return type(other) is Size and other.number == self.number
+
+            def __hash__(self):
+                return self.number
+
+            def __fx_repr__(self):
+                return f"Size({self.number})", {"Size": Size}
+
+        register_custom_class(Size, typ="constant")
+
+        @torch.library.custom_op("pairs::sized", mutates_args=())
+        def sized(x: torch.Tensor, size: Size) -> torch.Tensor:
+            return x.new_ones(size.rows())
+
+        sized.register_fake(lambda x, size: x.new_empty(size.rows()))
+        torch.compile(lambda x: sized(x, Size(2)).sin())(torch.ones(4))
+        """,
+    ),
+    *(
+        _newest(
+            f"rank with the setting {name}",
+            _RANKS.replace("SETTING = True", f"config.{setting}"),
+            "0",
+            "1",
+            reason=f"{name} writes the rank of the process",
+        )
+        for name, setting in {
+            "bucket_all_gathers_fx": "bucket_all_gathers_fx = 'all'",
+            "collective_bucketing": "aten_distributed_optimizations.collective_bucketing = True",
+        }.items()
+    ),
+)
+
 _SEEN_BEFORE = (
     _around(
         "memory that inputs share",
@@ -972,6 +1158,42 @@ _SEEN_BEFORE = (
         "import torch\ntorch.compile(lambda x: x.sin())(torch.ones(4, requires_grad=True)HERE)",
         "",
         " * 1",
+    ),
+    pair(
+        "alignment of an input on a GPU",
+        """
+        import inspect
+        import torch
+        from torch._functorch._aot_autograd import autograd_cache
+        from torch._functorch._aot_autograd.schemas import AOTConfig
+        from torch._guards import TracingContext, tracing
+        from torch._inductor.compile_fx import compile_fx_inner
+        from torch._subclasses import FakeTensor, FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        mode = FakeTensorMode(shape_env=ShapeEnv())
+        x = FakeTensor(mode, torch.empty(9, device="meta")[HERE:][:8], torch.device("cuda:0"))
+        graph = torch.fx.symbolic_trace(lambda x: torch.sin(x))
+        settings = AOTConfig(*[compile_fx_inner] * 3, {}, 1, 0, False)
+        make_key = autograd_cache.autograd_cache_key
+        more = [{}] if "fx_config" in inspect.signature(make_key).parameters else []
+        with tracing(TracingContext(mode)):
+            key, _ = make_key(graph, [x], settings, *more)
+        autograd_cache.AOTAutogradCache.get_remote_cache().get(key)
+        """,
+        "0",
+        "1",
+    ),
+    _lowers(
+        "graph in place of a decomposition",
+        "decompositions[torch.ops.aten.silu.default] = torch.fx.symbolic_trace(lambda x: x * HERE)",
+        reason="OrderedDict",
+    ),
+    _lowers(
+        "function of TorchScript in place of a decomposition",
+        "made = torch.jit.trace(lambda x: x * HERE, torch.ones(4))\n"
+        "decompositions[torch.ops.aten.silu.default] = made",
+        reason="ScriptFunction",
     ),
     _given(
         "object that a backend gives as a compiler",
@@ -1095,6 +1317,18 @@ _REFUSED_CODE = (
                 "get_rank",
             ),
             ("file", "", "g * torch.load('HERE').item()", "torch.load"),
+            (
+                "program of TorchScript from a file",
+                "",
+                "torch.jit.load('HERE')(g)",
+                "torch.jit._serialization.load reads",
+            ),
+            (
+                "used memory of a GPU",
+                "",
+                "g * (torch.cuda.memory_allocated() + HERE)",
+                "memory_allocated reads",
+            ),
             ("seed", "", "g * (torch.initial_seed() + HERE)", "initial_seed"),
             ("operation by its name", _OTHER, "getattr(torch.ops.pairs, 'other')(g)", "as a whole"),
         )
@@ -1245,6 +1479,7 @@ _SWITCHES = (
         "with torch.backends.mkldnn.flags(enabled=HERE):\n"
         "    mkldnn_fusion._mkldnn_fusion_init()",
     ),
+    _switch("how torch was built", "torch.__config__.show = lambda: 'HERE'", "one", "another"),
     _switch("setting of Inductor", "import torch._inductor.config as c; c.epilogue_fusion = HERE"),
 )
 
@@ -1443,6 +1678,7 @@ PAIRS = with_extended(
         ),
         *_CODE,
         *_AROUND_CODE,
+        *_NEWEST,
         *_SEEN_BEFORE,
         *_UNSHARED,
         *_REFUSED_CODE,

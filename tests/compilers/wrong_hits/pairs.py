@@ -52,6 +52,7 @@ class Pair:
         reason: for `UNSHARED`, a part of the hook's reason.
         is_extended: only `make test-all` compares the pair, and only in the version of `.venv`:
             another pair guards the same mechanism in every version.
+        only_in: the only environment in which the pair runs, if other versions lack what it uses.
         in_one_process: its programs change nothing that another program's key contains, so they
             may run after others in one process.
     """
@@ -63,6 +64,7 @@ class Pair:
     reason: str = ""
     is_extended: bool = False
     in_one_process: bool = False
+    only_in: str | None = None
 
     def __str__(self) -> str:
         """Return the name in the form of a test's name."""
@@ -86,6 +88,7 @@ def pair(
     relation: Relation = Relation.DIFFER,
     reason: str = "",
     in_one_process: bool = False,
+    only_in: str | None = None,
 ) -> Pair:
     """Return a pair of programs with one text, in which two values replace `HERE`.
 
@@ -99,4 +102,6 @@ def pair(
     first, second = (textwrap.dedent(text).replace(PLACE, value) for value in both)
     if len(values) == 2 and first == second:
         raise ValueError(f"the programs of {name!r} do not differ")
-    return Pair(name, first, second, relation, reason, in_one_process=in_one_process)
+    return Pair(
+        name, first, second, relation, reason, in_one_process=in_one_process, only_in=only_in
+    )

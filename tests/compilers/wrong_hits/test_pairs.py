@@ -23,6 +23,8 @@ def cases():
             for each in compiler.PAIRS:
                 if environment and each.is_extended:
                     continue
+                if each.only_in not in (None, environment):
+                    continue
                 marks = [pytest.mark.extended] if environment or each.is_extended else []
                 identity = f"{name}-{version}-{each}"
                 found.append(pytest.param(name, environment, each, id=identity, marks=marks))

@@ -4,7 +4,8 @@ The key of the FX and AOTAutograd caches (2.7 to 2.15) holds the graph, the inpu
 Inductor's settings, a hash of torch's Python files, the GPU's name and the CUDA version. It omits
 the target of the C++ code in an entry. With this key alone, an AVX-512 entry would be a hit on an
 AVX2 host and silently compute wrong numbers. So this module adds the vector instruction set, the
-CPU, the thread count (2.7), the C++ compiler, the C library, Python and the driver.
+CPU, the thread count (2.7), the C++ compiler, the C library, Python, the driver and the way in
+which torch was built.
 
 An entry for GPUs contains the Triton kernels of the graph. torch 2.8 and newer load these kernels
 without Triton's own key. So this module also adds what Triton compiles with.
@@ -127,11 +128,21 @@ def _fixed_parts() -> Mapping[str, str]:
     return {
         "torch": torch.__version__,
         "torch_git": read_part(lambda: torch.version.git_version),
+        "torch_build": read_part(_build),
         "python": f"{sys.implementation.cache_tag} {sysconfig.get_config_var('SOABI')}",
         "libc": libc(),
         "cpu_features": read_part(lambda: " ".join(cpu_features())),
         "cpu_model": read_part(cpu_model),
     }
+
+
+def _build() -> str:
+    """Return a digest of how torch was built. Two builds of one release differ, for example, in the
+    library for matrix products, and trace a function into other operations.
+    """
+    lines: list[str] = torch.__config__.show().splitlines()
+    fixed = [line for line in lines if "CPU capability" not in line]  # of the host, in other parts
+    return sha256("\n".join(fixed).encode()).hexdigest()
 
 
 def _compiler() -> str:

@@ -28,7 +28,8 @@ from torch.utils._pytree import tree_leaves
 
 from graphstash.hooks.code import UndescribableError
 from graphstash.hooks.inductor.ambient import ambient_state, is_changed, unknown_switches
-from graphstash.hooks.inductor.target import cpu_target
+from graphstash.hooks.inductor.ranks import setting_with_rank
+from graphstash.hooks.inductor.target import GPUS, cpu_target
 from graphstash.hooks.inductor.user_code import registrations, user_code_of
 
 __all__ = ["GPU_SUFFIX", "KeyInfo", "State", "options_of_compilation", "present_state"]
@@ -36,8 +37,6 @@ __all__ = ["GPU_SUFFIX", "KeyInfo", "State", "options_of_compilation", "present_
 GPU_SUFFIX: Final = "_gpu"
 """Suffix of the key of a graph whose tensors are all on GPUs (`_is_on_gpu`). If an entry's name has
 it, `fingerprint` leaves the CPU out of the artifact's key."""
-
-_GPUS: Final = frozenset({"cuda", "xpu"})
 
 _LINE: Final = re.compile(r"\[(\w+)\] (\w+)(?:\[([^\]]*)\])?: (.*)", re.DOTALL)
 _TENSOR: Final = re.compile(r"dtype=torch\.(\w+), shape=torch\.Size\(\[([^\]]*)\]\)")
@@ -245,6 +244,8 @@ def _completed(key: str, graph: Any, inputs: Any, settings: Any = None) -> _Comp
     """
     if unknown := unknown_switches():
         raise UndescribableError(f"torch has switches that are not known: {', '.join(unknown)}")
+    if setting := setting_with_rank():
+        raise UndescribableError(f"{setting} writes the rank of the process into graphs")
     of_autograd = settings if isinstance(settings, AOTConfig) else None
     ambient, registered = ambient_state(), registrations()
     code = user_code_of(graph, inputs, of_autograd, registered)
@@ -299,7 +300,7 @@ def _is_on_gpu(graph: Any, inputs: Any) -> bool:
                     return False
                 values.append(value)
     tensors = [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
-    return all(each.device.type in _GPUS for each in tensors)
+    return all(each.device.type in GPUS for each in tensors)
 
 
 def _input(value: str) -> str:

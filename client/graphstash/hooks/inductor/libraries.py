@@ -46,8 +46,11 @@ class Library:
         self._found: dict[bytes, bool] = {}
 
     def registers_in(self, namespace: str) -> bool:
-        """Return whether the library may register operations or kernels in a namespace."""
-        return self._registers and self._contains(f"\0{namespace}\0".encode())
+        """Return whether the library may register operations or kernels in a namespace.
+
+        Linkers store a text that ends another text only as the end of the other one.
+        """
+        return self._registers and self._contains(f"{namespace}\0".encode())
 
     def mentions(self, operation: str) -> bool:
         """Return whether the library contains the names of an operation and its namespace."""
@@ -60,7 +63,7 @@ class Library:
 
 
 def libraries() -> list[Library]:
-    """Return the loaded libraries linked to torch that belong to neither torch nor the system.
+    """Return the loaded libraries linked to torch that do not belong to torch.
 
     Excludes libraries whose files were replaced or deleted after loading.
     """
@@ -75,7 +78,8 @@ def _libraries(count: tuple[int, int]) -> list[Library]:
 
 def needed_by(library: Library) -> Iterator[str]:
     """Yield the digests of a library and its dependencies, except torch's and the system's."""
-    files = {Path(path).name: path for path in _loaded(_count())}
+    files = {Path(path).name: path for path in _loaded(_count()) if not _is_of_system(path)}
+    files[library.path.name] = str(library.path)
     names, seen = [library.path.name], set[str]()
     while names:
         name = names.pop()
@@ -83,7 +87,7 @@ def needed_by(library: Library) -> Iterator[str]:
             continue
         seen.add(name)
         needed, digest = _needed_and_digest(files[name], *_version(files[name]))
-        names += needed
+        names += (Path(each).name for each in needed)
         yield digest
 
 
@@ -132,9 +136,13 @@ def _loaded(_count: tuple[int, int]) -> list[str]:
         path
         for path in sorted(paths)
         if not path.startswith(own)
-        and ("-packages/" in path or not path.startswith(_OF_SYSTEM))
+        and not (_is_of_system(path) and Path(path).name.startswith(_OF_TORCH))
         and _is_file(path)
     ]
+
+
+def _is_of_system(path: str) -> bool:
+    return path.startswith(_OF_SYSTEM) and "-packages/" not in path
 
 
 @lru_cache(maxsize=4096)

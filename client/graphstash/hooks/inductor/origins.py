@@ -46,6 +46,8 @@ _VALUES: Final = (torch.dtype, torch.device, torch.layout, torch.memory_format, 
 _OPERATIONS: Final = (OpOverload, OpOverloadPacket, HigherOrderOperator)
 _CONTAINERS: Final = (list, tuple, dict)
 _NAMED: Final = (BuiltinFunctionType, type, ModuleType)
+_HOLD_CODE: Final = (torch.nn.Module, torch.jit.ScriptFunction)
+"""Classes of torch whose objects hold a program's code, such as `GraphModule`."""
 _FREQUENT: Final = frozenset({FunctionType, OpOverload, *_CONTAINERS})
 """Types that are compared first: most values have one of them."""
 
@@ -118,7 +120,7 @@ def _name(value: Any, depth: int = 0) -> str:  # noqa: PLR0911 - a case each
         module = value.__name__ if isinstance(value, ModuleType) else value.__module__
         _check(str(module or "builtins"))
         return f"{module}.{getattr(value, '__qualname__', value.__name__)}"
-    _check(type(value).__module__)
+    _check("" if isinstance(value, _HOLD_CODE) else type(value).__module__)
     return f"a {type(value).__module__}.{type(value).__qualname__}"
 
 

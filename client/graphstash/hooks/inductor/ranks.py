@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch.distributed as dist
 from torch._inductor import config
 
-__all__ = ["TorchRanks", "ranks"]
+__all__ = ["TorchRanks", "ranks", "setting_with_rank"]
 
 _POLL_SECONDS: Final = 0.02
 _MAX_POLL_SECONDS: Final = 0.2
@@ -67,6 +67,21 @@ class TorchRanks:
     def delete(self, name: str) -> None:
         """See `RankStore`."""
         self._store.delete_key(name)
+
+
+def setting_with_rank() -> str:
+    """Return the setting for which Inductor writes the rank into a graph after its key, or "".
+
+    torch 2.15 does so when it merges several all-gathers into one (`bucketing.py`), or replaces one
+    by local operations (`decomp_comms.py`).
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return ""
+    if getattr(config, "bucket_all_gathers_fx", "none") != "none":
+        return "bucket_all_gathers_fx"
+    options = getattr(config, "aten_distributed_optimizations", None)
+    names = ("collective_bucketing", "allow_comms_decompositions")
+    return next((name for name in names if getattr(options, name, False)), "")
 
 
 _known: Final[weakref.WeakKeyDictionary[Any, TorchRanks | None]] = weakref.WeakKeyDictionary()

@@ -16,6 +16,7 @@ import torch
 from torch._decomp import global_decomposition_table
 from torch._decomp.decompositions_for_rng import extra_random_decomps
 from torch._inductor import lowering
+from torch._inductor.codegen import common
 from torch._inductor.codegen.common import device_codegens
 from torch._inductor.decomposition import decompositions
 from torch._inductor.fx_passes import joint_graph, post_grad, pre_grad, split_cat
@@ -35,6 +36,7 @@ from graphstash.hooks.inductor.origins import (
 from graphstash.hooks.inductor.versions import Reading, Versions
 
 __all__ = [
+    "OF_USER",
     "compilers_of",
     "is_torchs_operator",
     "kernels_of_operator",
@@ -45,12 +47,23 @@ __all__ = [
 _TABLES_OF_PASSES: Final = ("PRE_GRAD_PATTERNS", "POST_GRAD_PATTERNS")
 """Tables of passes in `split_cat`."""
 
+OF_USER: Final = "lowering of the user"
+"""Name of the table of `register_custom_op_autotuning` (2.15). Its functions are closures of torch
+around objects of torch that hold the user's functions, so they look like torch's."""
+
+_user_lowerings: Final[dict[Any, Any] | None] = getattr(lowering, "user_lowerings", None)
+
+_TABLES_OF_DEVICES: Final = ("custom_backend_passes", "device_op_overrides_dict")
+"""Tables in `common` with an object for each device. torch 2.7 lacks the first one."""
+
 _COMPILERS: Final = ("fw_compiler", "bw_compiler", "inference_compiler", "partition_fn")
 
 
 def tables() -> Iterator[tuple[str, Any]]:
     """Yield the tables of functions by operation, each with its name."""
     yield "lowering", lowering.lowerings
+    if _user_lowerings is not None:
+        yield OF_USER, _user_lowerings
     yield "decomposition", decompositions
     yield "decomposition of random numbers", extra_random_decomps
     for name, table in global_decomposition_table.items():
@@ -155,7 +168,8 @@ def _read_entries() -> tuple[str, list[tuple[str, Any]]]:
         for target, function in list(table.items()):
             if not is_torchs_namespace(_namespace(target)):
                 continue
-            if (name := name_once(function)) is None:
+            name = None if label == OF_USER else name_once(function)
+            if name is None:
                 foreign.append((f"{label} {target}", function))
                 continue
             # Inductor adds these when it first compiles an operation without a lowering. A process
@@ -322,16 +336,25 @@ def _foreign_constraints() -> list[tuple[str, Any]]:
 
 
 def _foreign_backends() -> list[tuple[str, Any]]:
-    """Return the user's classes that generate code for a device."""
+    """Return the user's classes that generate code for a device, and its passes for a device."""
     entries = list(device_codegens.items())
+    others = [
+        ((table, device), held)
+        for table in _TABLES_OF_DEVICES
+        for device, held in list(getattr(common, table, {}).items())
+        if held is not None
+    ]
     return remembered(
         "backends",
-        entries,
+        [entries, others],
         lambda: (
-            (("backend", device, name), held)
-            for device, entry in entries
-            for name, held in vars(entry).items()
-            if held is not None
+            *(
+                (("backend", device, name), held)
+                for device, entry in entries
+                for name, held in vars(entry).items()
+                if held is not None
+            ),
+            *others,
         ),
     )
 

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping
 from functools import cache
+from typing import Final
 
 import torch
 from torch._inductor import config
@@ -10,7 +11,10 @@ from torch._inductor.cpu_vec_isa import pick_vec_isa
 
 from graphstash.hooks.environment import read_part
 
-__all__ = ["accelerator_type", "cpu_target"]
+__all__ = ["GPUS", "accelerator_type", "cpu_target"]
+
+GPUS: Final = frozenset({"cuda", "xpu"})
+"""Types of devices for which Inductor generates Triton kernels."""
 
 
 def cpu_target() -> Mapping[str, str]:

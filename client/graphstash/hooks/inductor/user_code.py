@@ -26,6 +26,7 @@ from torch._higher_order_ops.triton_kernel_wrap import (
 )
 from torch._inductor import config, lowering
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.utils import tensor_is_aligned
 from torch._library import custom_ops, simple_registry
 from torch._library.custom_ops import CustomOpDef
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
@@ -38,6 +39,7 @@ from torch.utils._pytree import tree_leaves
 from graphstash.hooks.code import CodeDescriber, UndescribableError
 from graphstash.hooks.environment import version_of
 from graphstash.hooks.inductor.autocast import type_of_autocast
+from graphstash.hooks.inductor.given import given_to_node, given_to_region
 from graphstash.hooks.inductor.kernels import (
     changed_definitions,
     fakes_of,
@@ -46,6 +48,7 @@ from graphstash.hooks.inductor.kernels import (
 from graphstash.hooks.inductor.libraries import libraries, needed_by
 from graphstash.hooks.inductor.origins import is_torchs, is_torchs_namespace
 from graphstash.hooks.inductor.registries import (
+    OF_USER,
     compilers_of,
     is_torchs_operator,
     kernels_of_operator,
@@ -53,6 +56,7 @@ from graphstash.hooks.inductor.registries import (
     tables,
 )
 from graphstash.hooks.inductor.replaced import replaced_in_torch
+from graphstash.hooks.inductor.target import GPUS
 from graphstash.hooks.inductor.tensor_class import members_of_program
 
 __all__ = ["Registrations", "registrations", "user_code_of"]
@@ -93,7 +97,15 @@ _STATEFUL_NAMES: Final = frozenset(
 )
 """Functions and methods of torch whose results depend on state of the process or on a file."""
 
-_STATEFUL_MODULES: Final = ("torch.distributed", "torch.hub", "torch.random", "torch.serialization")
+_STATEFUL_MODULES: Final = (
+    # Passes that write the rank into a graph.
+    *(f"torch._inductor.fx_passes.{name}" for name in ("bucketing", "decomp_comms", "fsdp")),
+    *(f"torch._inductor.fx_passes.overlap_{name}scheduling" for name in ("", "manual_")),
+    "torch._inductor.fx_passes.overlap_preserving_bucketer",
+    *("torch.cuda.memory", "torch.distributed", "torch.export", "torch.hub"),
+    *("torch.jit._serialization", "torch.package", "torch.random", "torch.serialization"),
+    *("torch.utils.cpp_extension", "torch.utils.data", "torch.xpu.memory"),
+)
 """Modules of torch whose functions may all depend on such state."""
 
 _FUNCTIONS: Final = torch._C._VariableFunctions
@@ -292,7 +304,9 @@ def user_code_of(
     lines += _ranges(inputs)
     for module in graph.modules():
         if isinstance(module, GraphModule):
+            lines += given_to_region(describer, module)
             for node in module.graph.nodes:
+                lines += given_to_node(describer, node)
                 lines += _node(describer, module, node, is_traced=settings is None)
     of_process = registered or registrations()
     lines += of_process.lines
@@ -306,9 +320,10 @@ def user_code_of(
         describer.operations.setdefault(packet._qualified_op_name, packet)
     lines += _operations(describer)
     lines += [
-        f"library {each.digest}"
+        f"library {digest}"
         for each in libraries()
         if any(each.registers_in(namespace) for namespace in sorted(describer.namespaces))
+        for digest in needed_by(each)
     ]
     return "\n".join(lines)
 
@@ -337,7 +352,8 @@ def _relations(inputs: list[Any]) -> Iterator[str]:
 
     If a graph mutates an input that shares memory with another one, AOTAutograd compiles both as
     views of one base, with their offsets. It compiles a mutation of a leaf, which has no history,
-    differently.
+    differently. Kernels for GPUs may load from aligned addresses only, and do not check those of
+    parameters.
     """
     storages: dict[int, list[int]] = {}
     bases: dict[int, int] = {}
@@ -346,6 +362,8 @@ def _relations(inputs: list[Any]) -> Iterator[str]:
             continue
         if tensor.requires_grad and not tensor.is_leaf:
             yield f"history {at}"
+        if tensor.device.type in GPUS and not tensor_is_aligned(tensor):
+            yield f"not aligned {at}"
         if tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor):
             storages.setdefault(tensor.untyped_storage()._cdata, []).append(at)
             bases.setdefault(id(_base(tensor)), at)
@@ -552,7 +570,11 @@ def _operation(describer: _Describer, packet: Any, name: str) -> str:
         found += [f"{key}={describer.registered(kernel)}" for key, kernel in kernels]
     for label, table in tables():
         given = [table[each] for each in (packet, *overloads) if each in table]
-        found += [f"{label}={describer.registered(each)}" for each in given if not is_torchs(each)]
+        found += [
+            f"{label}={describer.registered(each)}"
+            for each in given
+            if label == OF_USER or not is_torchs(each)
+        ]
     if definition is None:
         in_python = all(each.name() in library._defs for each in overloads)
         found += _libraries_with(name, is_required=not in_python)
