@@ -17,7 +17,7 @@ from graphstash_server.services import exposition, metrics
 from graphstash_server.services.artifacts import uploads as uploads_module
 from support.database_sessions import BOUND_SECONDS, connected, eventually, waiting
 from support.postgres import Postgres
-from support.services import ACTOR, key_of, opener
+from support.services import ACTOR, answer_before_the_commit, key_of, opener
 from support.tokens import Guarded
 from support.waiting import until
 
@@ -147,15 +147,15 @@ async def test_upload_committed_after_its_refusal_counts_once_and_ends_the_next_
 ):
     """The first holder gives up, so a second one compiles as well. Both have the first bytes."""
     monkeypatch.setitem(engine_module._POOL_SETTINGS, "lock_timeout", "60s")
-    monkeypatch.setattr(uploads_module, "_STORE_SECONDS", 4.0)
-    monkeypatch.setattr(uploads_module, "_DROP_SECONDS", 1.0)
     async with opener(tmp_path, database)() as server, connected(database) as watch:
         await server.put(b"another", 1)
         first = await server.acquire()
         async with watch.transaction():
             await watch.execute("UPDATE usage SET hits = hits")
-            with pytest.raises(ServerError) as refused:
-                await server.put(b"first")
+            with monkeypatch.context() as patch:
+                answer_before_the_commit(patch)
+                with pytest.raises(ServerError) as refused:
+                    await server.put(b"first")
             assert refused.value.code is ErrorCode.UNAVAILABLE
             await server.context.leases.release(key_of(), token=first.token)
             second = await server.acquire(caller="second")

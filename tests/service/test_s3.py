@@ -22,6 +22,7 @@ from graphstash_server.testing import LiveServer, ServerProcess, as_chunks, read
 from support.meter import Meter
 from support.moto import CREDENTIALS, s3_settings
 from support.s3_proxy import S3Fault, S3Proxy
+from support.services import answer_before_the_commit
 from support.waiting import until
 from support.wire import Wire, head
 
@@ -146,9 +147,14 @@ class TestTrouble:
             proxy.fault = S3Fault.HANG
 
             with monkeypatch.context() as patch:
-                if method != "DELETE":  # whose commit needs its time
-                    patch.setattr(uploads, "_STORE_SECONDS", 4.0)
-                patch.setattr(uploads, "_DROP_SECONDS", 2.0)
+                match method:
+                    case "PUT":
+                        patch.setattr(uploads, "_STORE_SECONDS", 4.0)
+                        patch.setattr(uploads, "_DROP_SECONDS", 2.0)
+                    case "HEAD":
+                        answer_before_the_commit(patch)
+                    case "DELETE":
+                        patch.setattr(uploads, "_DROP_SECONDS", 2.0)
                 answer = api.put(b"new", number)
             struck = proxy.struck[S3Fault.HANG]
             proxy.fault = S3Fault.NONE
@@ -173,8 +179,7 @@ class TestTrouble:
     ):
         settings = s3_settings(proxy.url, bucket, log_level="error", shutdown_seconds=60)
         proxy.strikes = lambda seen: seen.method == "HEAD"
-        monkeypatch.setattr(uploads, "_STORE_SECONDS", 4.0)
-        monkeypatch.setattr(uploads, "_DROP_SECONDS", 2.0)
+        answer_before_the_commit(monkeypatch)
         monkeypatch.setattr(uploads, "_MAX_LATE", 1)
         with (
             ThreadPoolExecutor(1) as pool,

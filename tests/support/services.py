@@ -8,6 +8,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from graphstash_schema import (
     ArtifactKey,
     Digest,
@@ -25,6 +27,7 @@ from graphstash_server.actor import Actor
 from graphstash_server.context import ProcessContext, open_services, prepare_database
 from graphstash_server.db.queries.usage import stored_bytes
 from graphstash_server.keys import StoredKey
+from graphstash_server.services.artifacts import uploads
 from graphstash_server.services.artifacts.uploads import Upload
 from graphstash_server.services.identity.tokens import TokenService
 from graphstash_server.services.jobs.leases import Acquisition
@@ -170,3 +173,9 @@ def opener(directory: Path, database_url: str) -> Any:
     opened.blobs = blobs  # type: ignore[attr-defined] # for tests
     opened.clock = clock  # type: ignore[attr-defined] # for tests
     return opened
+
+
+def answer_before_the_commit(patch: pytest.MonkeyPatch) -> None:
+    """Answer each upload with 503 as soon as its blob is stored. The commit continues."""
+    patch.setattr(uploads, "_STORE_SECONDS", 60.0)
+    patch.setattr(uploads, "_DROP_SECONDS", -60.0)
