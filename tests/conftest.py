@@ -39,7 +39,7 @@ _UMASK = os.umask(0o022)
 os.umask(_UMASK)
 
 _ZYGOTES = pytest.StashKey[dict[str, object]]()
-_IMPORTED_BY_WORKERS = ("torch", "torch._dynamo")
+_IMPORTED_BY_WORKERS = ("torch", "torch._dynamo", "torch._inductor.compile_fx")
 """Modules that every worker of a whole run imports. No plugin of pytest imports them."""
 
 _SECONDS = "graphstash/seconds_of_groups"

@@ -395,6 +395,7 @@ def test_no_secret_of_the_environment_is_in_a_description(host, monkeypatch):
     assert any("env.TORCHINDUCTOR_MAX_AUTOTUNE_GEMM" in miss.description.parts for miss in misses)
 
 
+@pytest.mark.extended  # it takes ten seconds to import Lightning
 def test_a_wrapper_around_torch_compile_does_not_make_torchs_functions_count_as_replaced():
     code = """
 import torch

@@ -191,7 +191,10 @@ def blobs_in(directory):
 
 @pytest.mark.parametrize(
     ("source", "target"),
-    [(("sqlite", "disk"), ("postgresql", "moto")), (("postgresql", "moto"), ("sqlite", "disk"))],
+    [
+        (("sqlite", "disk"), ("postgresql", "moto")),
+        pytest.param(("postgresql", "moto"), ("sqlite", "disk"), marks=pytest.mark.extended),
+    ],
     ids="-".join,
 )
 def test_backup_under_load_restores_all_uploads_acknowledged_before_it(

@@ -67,7 +67,7 @@ def test_generated_programs_share_key_exactly_if_they_are_equal(
     name, environment, tmp_path, pytestconfig
 ):
     seed, extended = pytestconfig.getoption("seed_of_pairs"), pytestconfig.getoption("extended")
-    pairs = pytestconfig.getoption("pairs") or (300 if extended else 60)
+    pairs = pytestconfig.getoption("pairs") or (300 if extended else 30)
     directories = tmp_path / "one", tmp_path / "elsewhere" / "other"
     with ExitStack() as stack:
         running = []
