@@ -1160,6 +1160,19 @@ _SEEN_BEFORE = (
         " * 1",
     ),
     pair(
+        "input that keeps its address",
+        """
+        import torch
+
+        x = torch.ones(4)
+        if HERE:
+            torch._dynamo.mark_static_address(x, guard=False)
+        torch.compile(lambda x: x.sin())(x)
+        """,
+        *OFF_AND_ON,
+        in_one_process=True,
+    ),
+    pair(
         "alignment of an input on a GPU",
         """
         import inspect

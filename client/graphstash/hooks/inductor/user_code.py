@@ -314,6 +314,8 @@ def user_code_of(
     if settings is None:
         lines += _outputs(graph)
     else:
+        # torch 2.7 omits which inputs keep their addresses, such as parameters.
+        lines.append(f"static {getattr(settings, 'static_input_indices', None)}")
         lines += [*_relations(inputs), *compilers_of(describer, settings)]
     for definition in changed_definitions():
         packet = definition._opoverload.overloadpacket
