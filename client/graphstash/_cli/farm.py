@@ -8,7 +8,9 @@ import importlib
 import logging
 import os
 import socket
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from itertools import product
 from typing import Annotated, Any, Final
@@ -29,6 +31,7 @@ from graphstash._cli.output import (
     say,
     shown,
 )
+from graphstash.config import ClientConfig
 from graphstash.errors import GraphstashError
 from graphstash_schema.exit_status import ExitStatus
 
@@ -104,11 +107,26 @@ def farm(
             "farm needs Ray: pip install 'graphstash[ray] @ git+<repository>'",
             status=ExitStatus.USAGE,
         )
-    from graphstash.tuning.measuring.ray_pool import join_cluster
-
     config = load_config(url=url, namespace=namespace)
     if ray is not None:
         os.environ["RAY_ADDRESS"] = ray
+    requests = list(dict.fromkeys(product(targets, topology)))
+    with redirect_stdout(sys.stderr):  # Ray prints to standard output that a worker has died
+        outcomes = _outcomes(engine, config, requests, cpus=cpus)
+    if as_json:
+        print_json([asdict(each) for each in outcomes])
+    else:
+        _show(outcomes)
+    if not all(each.state in _GOOD for each in outcomes):
+        raise typer.Exit(int(ExitStatus.FAILED))
+
+
+def _outcomes(
+    engine: Any, config: ClientConfig, requests: Sequence[tuple[str, str]], *, cpus: int
+) -> list[_Outcome]:
+    """Run the requests on the cluster. Return what became of each."""
+    from graphstash.tuning.measuring.ray_pool import join_cluster
+
     flags = {name: os.environ[name] for name in _FORWARDED if name in os.environ}
     try:
         # Set JAX_PLATFORMS before JAX starts, which must not initialize the devices of a worker.
@@ -124,24 +142,18 @@ def farm(
         "namespace": str(config.namespace),
         "read_namespaces": ",".join(config.read_namespaces) or None,
     }
-    requests = list(dict.fromkeys(product(targets, topology)))
     # A worker ends after one compilation, because libtpu reads its flags once in a process.
     options = {"num_cpus": cpus, "max_retries": _RETRIES, "max_calls": 1}
     compile_there = engine.remote(scheduling_strategy="SPREAD", **options)(_compile)
-    calls = {
-        compile_there.remote(target, name, settings): (target, name) for target, name in requests
-    }
     try:
+        calls = {
+            compile_there.remote(target, name, settings): (target, name)
+            for target, name in requests
+        }
         found = dict(_collected(engine, calls))
     finally:
         engine.shutdown()
-    outcomes = [found[request] for request in requests]
-    if as_json:
-        print_json([asdict(each) for each in outcomes])
-    else:
-        _show(outcomes)
-    if not all(each.state in _GOOD for each in outcomes):
-        raise typer.Exit(int(ExitStatus.FAILED))
+    return [found[request] for request in requests]
 
 
 def _collected(
@@ -164,8 +176,6 @@ def _collected(
 
 def _compile(target: str, topology: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Compile one program on a host of the cluster. Return the fields of an `_Outcome`."""
-    from graphstash.config import ClientConfig
-
     here = {"host": socket.gethostname()}
     try:
         # Import by name: only hooks may import a compiler.
