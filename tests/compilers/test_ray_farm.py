@@ -1,6 +1,7 @@
 """`graphstash farm` compiles with the real libtpu on the hosts of a real Ray cluster."""
 
 import re
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -12,71 +13,64 @@ from support.server import Server
 KEY = re.compile(r"jax/tpu-v5_lite-2x2x1/[0-9a-f]{64}")
 
 
-@pytest.fixture(scope="module")
-def farmed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("farm")
+@contextmanager
+def farming(folder, case):
+    """Yield the case's report, and the server."""
     with (
         Server(folder / "server") as server,
         CompilerJobs(folder, cases="ray_farm", environment="ray", under="python") as jobs,
     ):
-        options = {"folder": folder, "url": server.url}
-        report = jobs.run("host", "farmed", options, timeout_seconds=600).report
-        names = ("unproved", "other", "farm", "two", "death")
-        yield SimpleNamespace(report=report, stats={each: server.stats(each) for each in names})
+        report = jobs.run("host", case, {"folder": folder, "url": server.url}).report
+        yield SimpleNamespace(report=report, server=server)
 
 
-def states(outcomes):
-    return [each["state"] for each in outcomes]
+@pytest.fixture(scope="module")
+def proved(tmp_path_factory):
+    with farming(tmp_path_factory.mktemp("proved"), "proved") as farmed:
+        yield farmed
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    with farming(tmp_path_factory.mktemp("shared"), "shared") as farmed:
+        yield farmed
 
 
 @pytest.mark.extended
-def test_program_without_a_proof_is_not_compiled(farmed):
-    status, (outcome,) = farmed.report["without a job"]
+def test_job_with_another_libtpu_proves_nothing(proved):
+    status, (outcome,) = proved.report["other libtpu"]
     assert (status, outcome["state"], outcome["key"]) == (1, "unproved", "")
-    assert "no job with a tpu-v5_lite-2x2x1 has published jit(step)" in outcome["reason"]
-    assert farmed.stats["unproved"]["puts"] == 0
-
-
-@pytest.mark.extended
-def test_job_with_another_libtpu_proves_nothing(farmed):
-    status, (outcome,) = farmed.report["other libtpu"]
-    assert (status, outcome["state"]) == (1, "unproved")
     assert "differs in libtpu (0.0.42.1 here, 0.0.1 there)" in outcome["reason"]
-    assert farmed.stats["other"]["puts"] == 1  # the job's own
+    assert proved.server.stats("other")["puts"] == 1  # the job's own
 
 
 @pytest.mark.extended
-def test_proved_program_is_compiled_although_other_requests_fail(farmed):
-    status, outcomes = farmed.report["several"]
+def test_only_proved_program_is_compiled_and_other_requests_say_why_not(proved):
+    status, outcomes = proved.report["several"]
     assert status == 1
-    assert states(outcomes) == ["compiled", "failed", "failed", "failed"]
+    assert [each["state"] for each in outcomes] == ["compiled", "unproved", "failed", "failed"]
     assert KEY.fullmatch(outcomes[0]["key"])
     assert outcomes[0]["compile_seconds"] > 0
     assert outcomes[0]["host"]
-    assert "not divisible" in outcomes[1]["reason"]
+    assert "no job with a tpu-v5_lite-2x4x1 has published jit(step)" in outcomes[1]["reason"]
     assert "gave str; expected (jitted function" in outcomes[2]["reason"]
 
 
 @pytest.mark.extended
-def test_second_farm_compiles_nothing(farmed):
-    status, (outcome,) = farmed.report["again"]
-    assert (status, outcome["state"]) == (0, "present")
-    assert outcome["key"] == farmed.report["several"][1][0]["key"]
-
-
-@pytest.mark.extended
-def test_two_farms_at_once_compile_a_program_once(farmed):
-    results = farmed.report["two"]
+def test_two_farms_at_once_compile_a_program_once(shared):
+    *results, key = shared.report["two"]
+    outcomes = [outcome for _, (outcome,) in results]
     assert [status for status, _ in results] == [0, 0]
-    assert sorted(states(outcomes[0] for _, outcomes in results)) == ["compiled", "present"]
-    assert farmed.stats["two"]["puts"] == 2  # with the job's own
+    assert sorted(each["state"] for each in outcomes) == ["compiled", "present"]
+    assert {each["key"] for each in outcomes} == {key}  # as `prewarm` computes it
+    assert shared.server.stats("two")["puts"] == 2  # with the job's own
 
 
 @pytest.mark.extended
-def test_compilation_of_a_killed_host_is_repeated_on_another(farmed):
-    status, (outcome,) = farmed.report["after a death"]["result"]
+def test_compilation_of_a_killed_worker_is_repeated(shared):
+    status, (outcome,) = shared.report["after a death"]["result"]
     assert (status, outcome["state"]) == (0, "compiled")
-    assert farmed.report["after a death"]["tries"] == 2
+    assert shared.report["after a death"]["tries"] == 2
 
 
 def test_without_ray_the_error_names_the_extra():

@@ -4,75 +4,60 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+import jax
 from ray.cluster_utils import Cluster
 
+import graphstash
 from graphstash._artifacts.stash import Stash
 from graphstash.config import ClientConfig
-from graphstash.hooks.jax import prewarm
-from graphstash.hooks.jax.compiling import Program
-from graphstash.hooks.jax.fingerprint import device_key, request_of
-from graphstash.hooks.jax.program_text import settings
-from graphstash.hooks.jax.seam import Seam
-from graphstash_schema import ArtifactKey, ArtifactMetadata, LeaseOutcome
-from graphstash_schema.explanation import described
-from support.ports import reserved_port
+from graphstash.hooks.environment import version_of
+from graphstash.hooks.jax import compiling, prewarm
+from graphstash_schema import LeaseOutcome
+from support.jax_prewarm_job import abstract_step
 
 SUPPORT = Path(__file__).parents[1]
 TOPOLOGY = "v5e:2x2"
 MODULE = "jax_prewarm_job.py"
 
 
-class _FoundError(Exception):
-    """Ends JAX's look-up, with its key and the program."""
+def publish_as_a_job(url: str, namespace: str, *, libtpu: str = "") -> None:
+    """Publish like a job with the topology's devices, because this host has no TPU.
 
-
-def publish_as_a_job(url: str, namespace: str, **other: str) -> None:
-    """Publish what a job on the topology publishes, because this host has no TPU: an artifact
-    whose description has the parts of this environment, except the `other` parts.
+    The hook takes the compile-only devices for real ones, and does not pack the small program.
+    `libtpu` is another version that the job seems to have.
     """
-    from support.jax_prewarm_job import abstract_step
-
-    def stop(jax_key: str, program: Program) -> None:
-        if program.is_compile_only:
-            raise _FoundError(jax_key, program)
-
     devices = prewarm._devices("tpu", TOPOLOGY)
-    step, arguments = abstract_step(devices)
-    seam = Seam(_Nothing(), on_key=stop)
-    try:
+    program_of = compiling._program
+
+    def with_devices(*arguments: Any, **named: Any) -> Any:
+        program = program_of(*arguments, **named)
+        program.is_compile_only = False
+        return program
+
+    def other_version(name: str) -> str:
+        return libtpu if libtpu and name == "libtpu" else version_of(name)
+
+    job = {"GRAPHSTASH_URL": url, "GRAPHSTASH_NAMESPACE": namespace}
+    with (
+        patch.dict(os.environ, job),
+        patch.object(compiling, "_program", with_devices),
+        patch.object(compiling, "is_small", lambda _: False),
+        patch("graphstash.hooks.jax.fingerprint.version_of", other_version),
+    ):
+        jax.clear_caches()
+        graphstash.install()
+        step, arguments = abstract_step(devices)
         step.lower(*arguments).compile()
-    except _FoundError as found:
-        jax_key, program = found.args
-    finally:
-        seam.close()
-    request = request_of(jax_key, program)
-    parts = settings() | dict(request.parts) | {"device_key": device_key(program)} | other
-    with Stash(ClientConfig.load(url=url, namespace=namespace)) as stash:
-        metadata = ArtifactMetadata(compile_seconds=1.0, raw_size_bytes=4)
-        stash.put(request.key, b"step", metadata)
-        stash.server.describe([described(request.key, request.label, parts)])
-
-
-class _Nothing:
-    """A keeper that finds and stores nothing."""
-
-    def get(self, *_: object) -> None: ...
-
-    def put(self, *_: object) -> None: ...
-
-    def wants(self, *_: object) -> bool:
-        return False
-
-    def ended(self) -> None: ...
-
-    def record_fallback(self, error: Exception) -> None: ...
+        graphstash.uninstall()
 
 
 class Farm:
@@ -83,20 +68,15 @@ class Farm:
         # The hosts inherit these.
         os.environ["FARM_FOLDER"] = str(folder)
         os.environ["GRAPHSTASH_LEASE_SECONDS"] = "5"
-        port = reserved_port()
-        head = {"num_cpus": 0, "include_dashboard": False, "ray_client_server_port": port}
-        # A process that joins the cluster directly may belong to a host that dies.
-        self.outside = f"ray://127.0.0.1:{port}"
+        head = {"num_cpus": 0, "include_dashboard": False}
         self.cluster: Any = Cluster(initialize_head=True, head_node_args=head)
-        self.hosts = [self.cluster.add_node(num_cpus=1) for _ in range(2)]
+        for _ in range(2):
+            self.cluster.add_node(num_cpus=1)
 
-    def start(
-        self, namespace: str, *words: str, address: str | None = None
-    ) -> subprocess.Popen[str]:
+    def start(self, namespace: str, *words: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "graphstash", "farm", "--url", self.url, "--json"]
-        address = address or self.cluster.address
         return subprocess.Popen(
-            [*command, "--namespace", namespace, "--ray", address, *words],
+            [*command, "--namespace", namespace, "--ray", self.cluster.address, *words],
             cwd=SUPPORT,
             text=True,
             stdout=subprocess.PIPE,
@@ -117,32 +97,34 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def farmed(*, folder: str, url: str) -> dict[str, Any]:
-    """Return the outcomes of farms: without a proof, with one, two at once, and with a death."""
-    report: dict[str, Any] = {}
-    place = Path(folder)
-    farm = Farm(place, url)
-    words = ("--topology", TOPOLOGY)
-    wider = f"{MODULE}:wider_step"
-    report["without a job"] = farm.run("unproved", *words, wider)
+def proved(*, folder: str, url: str) -> dict[str, Any]:
+    """Return the results of a farm whose job has another libtpu, and of one with a proof for one of
+    two topologies.
+    """
+    farm = Farm(Path(folder), url)
+    words = ("--topology", TOPOLOGY, f"{MODULE}:wider_step")
     publish_as_a_job(url, "other", libtpu="0.0.1")
-    report["other libtpu"] = farm.run("other", *words, wider)
+    report = {"other libtpu": farm.run("other", *words)}
     publish_as_a_job(url, "farm")
-    report["several"] = farm.run(
-        "farm", *words, "--topology", "v5e:3x5", wider, f"{MODULE}:a_string"
-    )
-    report["again"] = farm.run("farm", *words, wider)
-    report["two"] = two_at_once(farm, report["several"][1])
-    report["after a death"] = after_a_death(farm)
+    report["several"] = farm.run("farm", *words, "--topology", "v5e:2x4", f"{MODULE}:a_string")
     farm.cluster.shutdown()
     return report
 
 
-def two_at_once(farm: Farm, outcomes: list[Any]) -> list[Any]:
+def shared(*, folder: str, url: str) -> dict[str, Any]:
+    """Return the results of two farms at once, and of one whose worker dies."""
+    farm = Farm(Path(folder), url)
+    report = {"two": two_at_once(farm), "after a death": after_a_death(farm)}
+    farm.cluster.shutdown()
+    return report
+
+
+def two_at_once(farm: Farm) -> list[Any]:
     """Return the results of two farms that wait for the same lease."""
     publish_as_a_job(farm.url, "two")
-    (name,) = (each["key"] for each in outcomes if each["key"])
-    key = ArtifactKey.parse(*name.split("/"))
+    target = f"{SUPPORT / MODULE}:wider_step"
+    elsewhere = ClientConfig.load(url=farm.url, namespace="elsewhere")
+    key = prewarm.prewarm(target, topology=TOPOLOGY, platform="tpu", config=elsewhere).key
     with Stash(ClientConfig.load(url=farm.url, namespace="two")) as stash:
         token = stash.server.acquire(key).token or ""
         words = ("--topology", TOPOLOGY, f"{MODULE}:wider_step")
@@ -154,23 +136,22 @@ def two_at_once(farm: Farm, outcomes: list[Any]) -> list[Any]:
 
         wait_for(both_wait)
         stash.server.release(key, token, LeaseOutcome.FAILED)
-        return [result_of(each) for each in farms]
+        return [*map(result_of, farms), str(key)]
 
 
 def after_a_death(farm: Farm) -> dict[str, Any]:
-    """Return the result of a farm whose host dies while it compiles."""
+    """Return the result of a farm whose worker is killed while it compiles."""
     publish_as_a_job(farm.url, "death")
-    words = ("--topology", TOPOLOGY, f"{MODULE}:waiting_step")
-    started = farm.start("death", *words, address=farm.outside)
+    started = farm.start("death", "--topology", TOPOLOGY, f"{MODULE}:waiting_step")
     waiting = farm.folder / "waiting"
-    wait_for(lambda: waiting.exists() and waiting.read_text().endswith("\n"))
-    raylet = parent_of(int(waiting.read_text()))
-    raylets = [each.all_processes["raylet"][0].process.pid for each in farm.hosts]
-    farm.cluster.remove_node(farm.hosts[raylets.index(raylet)], allow_graceful=False)
-    wait_for(lambda: len(waiting.read_text().splitlines()) == 2)
+
+    def tries() -> list[str]:
+        """Return the processes that compile or have compiled."""
+        assert started.poll() is None, "the farm has ended"
+        return waiting.read_text().splitlines() if waiting.exists() else []
+
+    wait_for(lambda: len(tries()) == 1)
+    os.kill(int(tries()[0]), signal.SIGKILL)
+    wait_for(lambda: len(tries()) == 2)
     (farm.folder / "go on").touch()
     return {"result": result_of(started), "tries": len(waiting.read_text().splitlines())}
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
