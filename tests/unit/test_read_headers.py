@@ -3,6 +3,8 @@
 import inspect
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from graphstash_schema import protocol
 from graphstash_server.fast import answers
@@ -68,9 +70,47 @@ def test_unknown_and_repeated_headers_are_not_ignored():
 def test_long_headers_are_parsed_alike_but_not_kept(header, are_kept):
     answers._meaning.cache_clear()
     headers._kept.cache_clear()
-    found = [answers._fields_of(b"Host: a\r\n" + header + b"\r\n\r\n") for _ in range(2)]
+    found = [answers._fields_of(b"\r\nHost: a\r\n" + header + b"\r\n\r\n") for _ in range(2)]
     assert found[0] == found[1]
     assert answers._meaning.cache_info().currsize == are_kept
     long_name = len(header.split(b":")[0]) > 64
     assert headers._kept.cache_info().currsize == 2 - long_name
     assert (found[0] is None) == header.startswith(b"Host-")
+
+
+VALUES = st.sampled_from([b"a.1", b"Root=1-67-8", b"", b"a b", b"<", b"\xe9", b"1\x00", b"9" * 200])
+LINES = st.tuples(
+    st.sampled_from(
+        [
+            *(b"X-Request-Id", b"x-request-id", b"CF-Ray", b"X-Amzn-Trace-Id", b"X-Correlation-ID"),
+            *(b"Host", b"Authorization", b"X-New", b" folded", b"CF-Ray ", b""),
+        ]
+    ),
+    st.sampled_from([b":", b": ", b":\t ", b" :", b""]),
+    VALUES,
+    st.sampled_from([b"", b" "]),
+    st.sampled_from([b"\r\n", b"\r\n", b"\n", b"\r\n ", b"\r"]),
+)
+
+
+@given(st.lists(LINES.map(b"".join), max_size=6))
+@example([b"CF-Ray: a\r\n", b"X-Request-Id: a.1\r\n", b"X-Amzn-Trace-Id: Root=1\r\n"])
+@example([b"X-Request-Id: a.1\r\n", b"X-Request-Id: <\r\n"])
+def test_headers_without_ids_mean_the_same(lines):
+    head = b"\r\nHost: a\r\n" + b"".join(lines) + b"\r\n"
+    expected = answers._fields_of(head)
+    rest, request_id = answers._without_ids(head)
+    fields = answers._fields_of(rest)
+    if fields is not None:
+        fields = fields._replace(request_id=request_id or fields.request_id)
+    assert fields == expected
+
+
+def test_requests_with_different_ids_are_parsed_once():
+    answers._fields.cache_clear()
+    for number in range(3):
+        ids = b"X-Request-Id: id-%d\r\nCF-Ray: %d-FRA\r\nX-Amzn-Trace-Id: Root=%d" % ((number,) * 3)
+        rest, request_id = answers._without_ids(b"\r\nHost: a\r\n" + ids + b"\r\n\r\n")
+        assert answers._fields(rest) is not None
+        assert request_id == b"id-%d" % number
+    assert answers._fields.cache_info().misses == 1

@@ -36,6 +36,7 @@ __all__ = [
     "MAX_HEADER_BYTES",
     "PROTOCOL",
     "PROTOCOL_NAME",
+    "REQUEST_ID",
     "RequestFrame",
     "callers_request_id",
     "frame_headers",
@@ -53,7 +54,7 @@ MAX_HEADER_BYTES: Final = 64 * 1024
 _MAX_TARGET_BYTES = 8 * 1024
 """Maximum bytes of path and query. The longest path of the API has fewer than 500 bytes."""
 
-_REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
+REQUEST_ID: Final = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 ID_NAME: Final = HEADER_REQUEST_ID.lower().encode()
 PROTOCOL_NAME: Final = HEADER_PROTOCOL.lower().encode()
 PROTOCOL: Final = str(PROTOCOL_VERSION).encode()
@@ -181,7 +182,7 @@ class RequestFrame:
 def callers_request_id(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
     """Return the caller's request ID if it is well-formed, else None."""
     for name, value in headers:
-        if name == ID_NAME and _REQUEST_ID.fullmatch(value):
+        if name == ID_NAME and REQUEST_ID.fullmatch(value):
             return bytes(value)
     return None
 

@@ -24,6 +24,7 @@ from graphstash_server.api.frame import (
     MAX_HEADER_BYTES,
     PROTOCOL,
     PROTOCOL_NAME,
+    REQUEST_ID,
     callers_request_id,
     frame_headers,
     header_lines,
@@ -52,6 +53,13 @@ _LINE: Final = re.compile(
     rf"/{DeviceType.form.pattern}/{Fingerprint.form.pattern}) HTTP/1\.1\r\n".encode()
 )
 """The request line of an artifact read."""
+
+_IDS: Final = re.compile(
+    rb"\r\n(?:(%b):[ \t]*(%b)|(?:cf-ray|x-amzn-trace-id|x-correlation-id):[ \t]*[!-~]{1,128})"
+    rb"(?=\r\n[^ \t])" % (ID_NAME, REQUEST_ID.pattern),
+    re.IGNORECASE,
+)
+"""A header with the ID that a proxy gives each request, if its value is well-formed."""
 
 _JOB: Final = HEADER_JOB.lower().encode()
 _COPY: Final = HEADER_COPY.lower().encode()
@@ -116,8 +124,12 @@ class FastPath:
             return None
         context = self._context()
         reads = context.accounting.reads
-        rest = head[line.end() :]
-        fields = _fields(rest) if len(rest) <= _MAX_KEPT_BYTES else _fields_of(rest)
+        rest = head[line.end() - len(b"\r\n") :]
+        if len(rest) <= _MAX_KEPT_BYTES:
+            rest, request_id = _without_ids(rest)
+            fields = _fields(rest)
+        else:
+            fields, request_id = _fields_of(rest), None
         if fields is None:
             reads["headers"] += 1
             return None
@@ -147,7 +159,7 @@ class FastPath:
                 key, method == "HEAD", meaning.conditions, policy, meaning.job, meaning.is_copy
             ),
             meaning.keep_alive,
-            fields.request_id or own_id,
+            request_id or fields.request_id or own_id,
             own_id,
             scheme,
             refusal,
@@ -249,13 +261,32 @@ class _Headers(list[tuple[bytes, bytes]]):
         self.heads += 1
 
 
+def _without_ids(lines: bytes) -> tuple[bytes, bytes | None]:
+    """Remove IDs, so that the server parses equal requests with different IDs once.
+
+    Returns:
+        The headers, and the caller's request ID. Its header stays without a value, so that the
+        parser detects a repeated header.
+    """
+    text, *found = _IDS.split(lines)
+    kept, request_id = [text], None
+    for name, value, after in zip(found[::3], found[1::3], found[2::3], strict=True):
+        if name is not None:
+            kept.append(b"\r\n%b:" % name)
+            request_id = value
+        kept.append(after)
+    return b"".join(kept), request_id
+
+
 def _fields_of(lines: bytes) -> _Fields | None:
-    """Parse headers with uvicorn's parser. Return None to leave the request to the application."""
+    """Parse headers, from the end of the request line on, with uvicorn's parser. Return None to
+    leave the request to the application.
+    """
     if len(lines) > MAX_HEADER_BYTES:
         return None
     headers = _Headers()
     try:
-        HttpRequestParser(headers).feed_data(b"GET / HTTP/1.1\r\n" + lines)
+        HttpRequestParser(headers).feed_data(b"GET / HTTP/1.1" + lines)
     except (HttpParserError, HttpParserUpgrade):
         return None
     fields = dict(headers)
