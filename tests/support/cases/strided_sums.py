@@ -99,7 +99,7 @@ def refused_values() -> dict[str, list[str]]:
     group = BlockSparseAllReduce(block_size=4)
     of_one_rank = torch.eye(1, 400).flatten() * (distributed.get_rank() == 0)
     sparse = torch.sparse_coo_tensor(torch.zeros(3, 1), torch.ones(1), (3000, 3000, 3000))
-    types = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
+    types = (torch.bool, torch.int16, torch.uint16, torch.uint32, torch.uint64)
     with AggregatedAllReduce(block_size=4) as aggregated:
         return {
             "types": [

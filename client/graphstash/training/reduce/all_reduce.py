@@ -46,8 +46,8 @@ from graphstash.training.reduce.slots import Blocks, Slots, Union, Wire, gathers
 
 __all__ = ["BlockSparseAllReduce", "Sent"]
 
-_NOT_ADDED: Final = (torch.int16, torch.uint16, torch.uint32, torch.uint64)
-"""Types that gloo and NCCL do not add."""
+_NOT_ADDED: Final = (torch.bool, torch.int16, torch.uint16, torch.uint32, torch.uint64)
+"""Types that gloo and NCCL do not add. gloo adds the bytes of bools, and stores a 2 or more."""
 
 
 class Sent(NamedTuple):
@@ -127,7 +127,7 @@ class BlockSparseAllReduce:
 
         Args:
             flat: A tensor of one dimension with the same shape and type on all ranks: integers
-                (uint8, int8, int32, int64), bool, complex, or floats of 16 to 64 bits. A strided
+                (uint8, int8, int32, int64), complex, or floats of 16 to 64 bits. A strided
                 tensor is summed through a copy. -0.0 counts as zero, and a sum of -0.0 may become
                 0.0, with the same bits on all ranks.
             scale: Finite factor by which every element is multiplied before it is sent.
