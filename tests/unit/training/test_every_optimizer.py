@@ -29,7 +29,7 @@ from graphstash.training import (
     muon_groups,
     train,
 )
-from graphstash.training.optimizers import eight_bit
+from graphstash.training.optimizers import cohort, eight_bit, muon
 from support.device_reads import Reads
 from support.optimizer_cases import assert_equal, copies, give_gradients, make_steps, shaped
 
@@ -55,6 +55,8 @@ HALVES = [torch.bfloat16, torch.float16]
 SHAPES = ((6, 4), (64, 64), (3, 2, 5, 2), (5,), ())
 every_optimizer = pytest.mark.parametrize("name", EVERY)
 ROOTS = {"Shampoo", "SOAP"}
+FUSED = {"SGD", "SGD with momentum", "Adam", "AdamW"}
+"""Names of those that torch's kernels may update, whose rounding differs from the formula's."""
 WIDE = {"step", "weight_sum", "lr_max"}
 
 
@@ -253,6 +255,33 @@ def test_state_without_step_of_a_parameter_that_muon_updates_as_adamw_is_refused
     del saved["state"][0]["step"]
     with pytest.raises(ConfigError, match="has exp_avg, exp_avg_sq and no step"):
         optimizer.load_state_dict(saved)
+
+
+# The same bits in every way of computing.
+
+
+def trained_in(name, dtype, *, found_inf=None):
+    shapes = [*shapes_of(name)] * 3  # batches of equal shapes, and others in between
+    parameters = shaped(shapes, dtype)
+    optimizer = EVERY[name](parameters)
+    for step in range(5):
+        give_gradients(parameters, step)
+        optimizer.step(found_inf=found_inf)
+    return tensors_of(parameters, optimizer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@every_optimizer
+def test_parts_batches_and_selection_change_no_bit(name, dtype, monkeypatch):
+    expected = trained_in(name, dtype)
+    if "formula" in name or name not in FUSED:
+        assert_equal(trained_in(name, dtype, found_inf=torch.zeros(())), expected)
+    for part_bytes in (1, 2**15):
+        monkeypatch.setattr(cohort, "_PART_BYTES", part_bytes)
+        assert_equal(trained_in(name, dtype), expected)
+    monkeypatch.setattr(cohort, "_PART_BYTES", 2**30)
+    monkeypatch.setattr(muon, "_is_batch_exact", lambda *_: False)
+    assert_equal(trained_in(name, dtype), expected)
 
 
 # Types.

@@ -93,6 +93,8 @@ class Split(NamedTuple):
     found_inf: Tensor | None  # []
     shards: Sums
     dtype: torch.dtype  # of the stored parameters; float32 with master weights
+    may_overwrite: bool
+    """Whether the formula may write new values over the parameters and slots, to save copies."""
 
 
 Formula = Callable[[Split, Tensor, Options], tuple[list[Tensor], list[list[Tensor]]]]
@@ -158,7 +160,11 @@ def _split(inputs: list[Tensor], layout: Layout) -> Split:
     if layout.maximize:
         gradients = list(torch._foreach_neg(gradients))
     dtype = torch.float32 if layout.master else layout.parameters[0][1]
-    return Split(scalars, gradients, step, lists[0], lists[1:], found_inf, layout.shards, dtype)
+    is_plain = lists[0][0].device.type == "cpu" and not torch.compiler.is_compiling()
+    return Split(
+        *(scalars, gradients, step, lists[0], lists[1:], found_inf, layout.shards, dtype),
+        may_overwrite=is_plain and not layout.select,
+    )
 
 
 class TorchOptions(TypedDict, total=False):
@@ -502,7 +508,8 @@ class SyncFreeOptimizer(Optimizer):
                 others = cohort
         if others is not None:
             scalars = self._scalars.get(index, scheduled, cohort.device, cohort.wide)
-            self._update_by_formula(group, others, scalars)
+            for part in others.in_parts():
+                self._update_by_formula(group, part, scalars)
 
     def _kernel(
         self, group: Group, scheduled: Mapping[str, float | Tensor], cohort: Cohort

@@ -10,7 +10,7 @@ parameters of 16 elements or more (torch 2.4 to 2.13, pytorch/pytorch#191763). W
 such a model would never change, and torch would raise no error.
 """
 
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, NamedTuple
 
@@ -36,6 +36,9 @@ Place = tuple[torch.device, torch.dtype, tuple[str, ...]]
 
 MASTER: Final = "master"
 """Name of the float32 state tensor; the half-precision parameter is its rounded copy."""
+
+_PART_BYTES: Final = 2**22
+"""Large enough for a batch of a few matrices of 256 x 1024, small enough for a CPU's cache."""
 
 States = MutableMapping[Tensor, dict[str, Any]]
 """State tensors by parameter and name; an optimizer's `state`."""
@@ -111,11 +114,34 @@ class Cohort:
             return self, None
         if not numbers[True]:
             return None, self
-        others = self._of(numbers[False])
-        others.step = self.step.clone()  # both parts increment their step, and this copy is dropped
-        return self._of(numbers[True]), others
+        # Both parts increment their step, and the copy is dropped.
+        return self._of(numbers[True]), self._of(numbers[False], step=self.step.clone())
 
-    def _of(self, numbers: Sequence[int]) -> "Cohort":
+    def in_parts(self) -> Iterator["Cohort"]:
+        """Yield parts whose new values fit into the cache of a CPU. The last part has `step`.
+
+        A CPU has to fetch memory that it has not used for long, and to clear new memory. Updating
+        part after part uses the same memory for the new values of each. Other devices are given
+        all parameters in as few calls as possible.
+        """
+        sizes = [parameter.nbytes for parameter in self.parameters]
+        if self.device.type != "cpu" or self.sums or sum(sizes) <= _PART_BYTES:
+            yield self
+            return
+        if torch.compiler.is_compiling():
+            yield self
+            return
+        numbers: list[int] = []
+        room = _PART_BYTES
+        for number in sorted(range(len(sizes)), key=lambda n: tuple(self.parameters[n].shape)):
+            if numbers and sizes[number] > room:
+                yield self._of(numbers, step=self.step.clone())
+                numbers, room = [], _PART_BYTES
+            numbers.append(number)
+            room -= sizes[number]
+        yield self._of(numbers)
+
+    def _of(self, numbers: Sequence[int], **changes: Any) -> "Cohort":
         def chosen(tensors: Sequence[Tensor]) -> list[Tensor]:
             return [tensors[number] for number in numbers]
 
@@ -125,6 +151,7 @@ class Cohort:
             gradients=chosen(self.gradients),
             slots=list(map(chosen, self.slots)),
             sums=self.sums.of(numbers),
+            **changes,
         )
 
     def suits_kernels(self, tensors: Sequence[Tensor]) -> bool:

@@ -80,15 +80,15 @@ class Factors:
         eyes = [torch.eye(size, dtype=like.dtype, device=like.device).flatten() for size in sizes]
         return torch.cat(eyes) if eyes else like.new_zeros(0)
 
-    def statistics(self, gradient: Tensor) -> Tensor:
-        """Return the statistics of a gradient, flat."""
+    def statistics(self, gradient: Tensor) -> list[Tensor]:
+        """Return the statistics of a gradient: the matrices that exist, in the order of `flat`."""
         products = []
         for part, sizes in zip(self._parts(gradient), self._sizes, strict=True):
             for dimension, size in enumerate(sizes):
                 if size:
                     others = [n for n in range(part.dim()) if n != dimension]
-                    products.append(torch.tensordot(part, part, dims=(others, others)).flatten())
-        return torch.cat(products)
+                    products.append(torch.tensordot(part, part, dims=(others, others)))
+        return products
 
     def apply(self, flat: Tensor, tensor: Tensor, *, transposed: bool = False) -> Tensor:
         """Multiply a tensor along each dimension by its matrix, or by the transposed matrix."""

@@ -20,6 +20,7 @@ Muon's authors update embeddings, the last layer, and parameters that are not ma
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any, Final, Literal, Unpack
 
 import torch
@@ -62,19 +63,75 @@ def _muon(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], lis
     del step
     nesterov, adjustment, coefficients, iterations = options
     lr, weight_decay, momentum, complement = old.scalars
-    parameters, buffers = [], []
-    for parameter, gradient, previous in zip(
-        old.parameters, old.gradients, old.slots[0], strict=True
-    ):
-        buffer = previous.lerp(gradient, complement.to(previous.dtype))
-        update = gradient.lerp(buffer, momentum.to(buffer.dtype)) if nesterov else buffer
-        matrix = update.flatten(1)
-        ratio = _RATIOS[adjustment](*matrix.shape)
-        change = _orthogonal(matrix, coefficients, iterations).reshape(update.shape)
-        change = change.to(parameter.dtype) * (lr * ratio)
-        parameters.append(parameter * (1 - lr * weight_decay) - change)
-        buffers.append(buffer)
+    buffers, parameters, gradients = old.slots[0], old.parameters, old.gradients
+    kept = 1 - lr * weight_decay
+    weight, weight_of_mean = ([each.to(buffers[0].dtype)] for each in (complement, momentum))
+    if old.may_overwrite:
+        torch._foreach_lerp_(buffers, gradients, weight * len(buffers))
+        torch._foreach_mul_(parameters, kept)
+    else:
+        buffers = list(torch._foreach_lerp(buffers, gradients, weight * len(buffers)))
+        parameters = list(torch._foreach_mul(parameters, kept))
+    updates = buffers
+    if nesterov:
+        updates = list(torch._foreach_lerp(gradients, buffers, weight_of_mean * len(buffers)))
+    matrices = [update.flatten(1) for update in updates]
+    for numbers in _alike(matrices, (coefficients, iterations)):
+        ratio = _RATIOS[adjustment](*matrices[numbers[0]].shape)
+        chosen = [matrices[number] for number in numbers]
+        if len(numbers) == 1:
+            batch = _orthogonal(chosen[0], coefficients, iterations)[None]
+        else:
+            batch = _orthogonal_batch(chosen, coefficients, iterations)
+        changes = batch.to(parameters[numbers[0]].dtype) * (lr * ratio)
+        for number, change in zip(numbers, changes.unbind(), strict=True):
+            parameter = parameters[number]
+            shaped = change.reshape(parameter.shape)
+            parameters[number] = parameter.sub_(shaped) if old.may_overwrite else parameter - shaped
     return parameters, [buffers]
+
+
+_Iteration = tuple[tuple[float, float, float], int]
+"""Coefficients, and the number of iterations."""
+
+
+def _alike(matrices: Sequence[Tensor], iteration: _Iteration) -> list[list[int]]:
+    """Return the numbers of the matrices that may be computed in a batch together."""
+    alone = [[number] for number in range(len(matrices))]
+    first = matrices[0]
+    has_values = first.device.type == "cpu" and not torch.compiler.is_compiling()
+    if len(matrices) == 1 or not has_values:
+        return alone
+    by_shape: dict[torch.Size, list[int]] = {}
+    for number, matrix in enumerate(matrices):
+        by_shape.setdefault(matrix.shape, []).append(number)
+    numbers: list[list[int]] = []
+    for shape, same in by_shape.items():
+        kernels = (torch.get_num_threads(), torch.backends.mkldnn.enabled)
+        exact = len(same) == 1 or _is_batch_exact(len(same), shape, first.dtype, iteration, kernels)
+        numbers += [same] if exact else [[number] for number in same]
+    return numbers
+
+
+@lru_cache(maxsize=1024)
+def _is_batch_exact(
+    count: int,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    iteration: _Iteration,
+    kernels: tuple[int, bool],
+) -> bool:
+    """Return whether this machine computes each matrix of a batch as it computes it alone.
+
+    The bits of a product depend on the kernel. torch chooses it by shape, dtype and `kernels`: the
+    number of threads, and whether oneDNN may be used.
+    """
+    del kernels
+    random = partial(torch.randn, generator=torch.Generator("cpu").manual_seed(count), device="cpu")
+    matrices = [random(shape).to(dtype) for _ in range(count)]
+    batch = _orthogonal_batch(matrices, *iteration)
+    alone = [_orthogonal(matrix, *iteration) for matrix in matrices]
+    return all(map(torch.equal, batch.unbind(), alone))
 
 
 def _orthogonal(
@@ -89,6 +146,22 @@ def _orthogonal(
         gram = x @ x.T
         x = _sum(a, x, 1.0, _sum(b, gram, c, gram, gram), x)
     return x.T if is_tall else x
+
+
+def _orthogonal_batch(
+    matrices: Sequence[Tensor], coefficients: tuple[float, float, float], iterations: int
+) -> Tensor:
+    """Return what `_orthogonal` returns for matrices of one shape, stacked."""
+    a, b, c = coefficients
+    x = torch.stack(list(matrices)).to(torch.bfloat16)
+    is_tall = x.shape[1] > x.shape[2]
+    norms = torch._foreach_norm(list(x.unbind()))
+    torch._foreach_div_(list(x.unbind()), torch._foreach_maximum(norms, _MIN_NORM))
+    x = x.mT if is_tall else x
+    for _ in range(iterations):
+        gram = torch.bmm(x, x.mT)
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
 
 
 def _sum(beta: float, addend: Tensor, alpha: float, left: Tensor, right: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ State dictionaries contain pending roots, and the call that will use them.
 """
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -185,10 +186,8 @@ class RootsOptimizer(SyncFreeOptimizer):
             wide = gradient.to(old.dtype)
             if cohort.grad_scale is not None:
                 wide = wide * cohort.grad_scale.reciprocal()
-            current = factors.statistics(wide)
-            new = old + current if beta == 1 else old.lerp(current, 1 - beta)
-            fits = torch.isfinite(new).all()
-            old.copy_(torch.where(fits if good is None else good & fits, new, old))
+            views = [each for block in factors.matrices(old) for each in block if each is not None]
+            _mix(views, factors.statistics(wide), beta, good)
             is_due = max(state["calls"], 0) % group["precondition_frequency"] == 0
             if is_due and state["pending"] is None:
                 self._begin_roots(group, parameter, cohort.found_inf)
@@ -266,6 +265,22 @@ class RootsOptimizer(SyncFreeOptimizer):
                 plain = given["pending"].to(parameter.device)
                 factors = self._factors(group, parameter)
                 state["pending"] = Pending.from_plain(plain, state["calls"], factors)
+
+
+def _mix(old: list[Tensor], new: list[Tensor], beta: float, good: Tensor | None) -> None:
+    """Update statistics in place, unless the step is bad or one would not be finite.
+
+    Statistics are the largest tensors of a step, so this writes over `new` to use no more memory.
+    """
+    for before, current in zip(old, new, strict=True):
+        if beta == 1:
+            torch.add(before, current, out=current)
+        else:
+            torch.lerp(before, current, 1 - beta, out=current)
+    largest = [torch.linalg.vector_norm(each, math.inf) for each in new]  # keeps NaN
+    fits = torch.isfinite(torch.stack(largest)).all()
+    for before, current in zip(old, new, strict=True):
+        torch.where(fits if good is None else good & fits, current, before, out=before)
 
 
 def _plain(state: Mapping[str, Any], factors: Factors) -> Tensor:
