@@ -21,7 +21,6 @@ State dictionaries contain pending roots, and the call that will use them.
 """
 
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -277,8 +276,8 @@ def _mix(old: list[Tensor], new: list[Tensor], beta: float, good: Tensor | None)
             torch.add(before, current, out=current)
         else:
             torch.lerp(before, current, 1 - beta, out=current)
-    largest = [torch.linalg.vector_norm(each, math.inf) for each in new]  # keeps NaN
-    fits = torch.isfinite(torch.stack(largest)).all()
+    extremes = [extreme for each in new for extreme in torch.aminmax(each)]  # NaN if one is
+    fits = torch.isfinite(torch.stack(extremes)).all()
     for before, current in zip(old, new, strict=True):
         torch.where(fits if good is None else good & fits, current, before, out=before)
 
