@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
-import bitsandbytes  # type: ignore[import-not-found]  # not in .venv
+import bitsandbytes  # type: ignore[import-not-found] # not in .venv
 import jax.numpy as jnp
 import numpy as np
-import optax  # type: ignore[import-not-found]  # not in .venv
+import optax  # type: ignore[import-not-found] # not in .venv
 import torch
 from torch import nn
 

@@ -264,7 +264,7 @@ def trained_in(name, dtype, *, found_inf=None):
     shapes = [*shapes_of(name)] * 3  # batches of equal shapes, and others in between
     parameters = shaped(shapes, dtype)
     optimizer = EVERY[name](parameters)
-    for step in range(5):
+    for step in range(3):
         give_gradients(parameters, step)
         optimizer.step(found_inf=found_inf)
     return tensors_of(parameters, optimizer)
