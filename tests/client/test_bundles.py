@@ -232,10 +232,10 @@ def test_export_waits_for_a_busy_server(filled, command, file, monkeypatch):
     filled()
     listed, pauses = ServerClient.list_artifacts, []
 
-    def busy(self, query):
+    def busy(self, query, **others):
         if len(pauses) < 3:
             raise BusyError("later", retry_after_seconds=7)
-        return listed(self, query)
+        return listed(self, query, **others)
 
     monkeypatch.setattr(ServerClient, "list_artifacts", busy)
     monkeypatch.setattr(time, "sleep", pauses.append)
