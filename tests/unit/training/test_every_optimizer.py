@@ -284,6 +284,22 @@ def test_parts_batches_and_selection_change_no_bit(name, dtype, monkeypatch):
     assert_equal(trained_in(name, dtype), expected)
 
 
+@pytest.mark.parametrize("shape", [(3, 5), (16, 16), (2, 1024), (8, 24), (40, 24)], ids=str)
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_batches_change_no_bit_of_any_matrix(shape, is_transposed):
+    iteration = ((3.4445, -4.7750, 2.0315), 5)
+    generator = torch.Generator().manual_seed(7)
+    for _ in range(100):
+        matrices = [torch.randn(shape, generator=generator) for _ in range(3)]
+        if is_transposed:
+            matrices = [matrix.T for matrix in matrices]
+        for numbers in muon._alike(matrices, iteration):
+            if len(numbers) > 1:
+                chosen = [matrices[number] for number in numbers]
+                alone = [muon._orthogonal(matrix, *iteration) for matrix in chosen]
+                assert_equal(muon._orthogonal_batch(chosen, *iteration).unbind(), alone)
+
+
 # Types.
 
 
