@@ -85,3 +85,18 @@ def test_without_ray_the_error_names_the_extra():
     )
     assert re.search(r"farm needs Ray: .*graphstash\[ray\]", ended.stderr)
     assert ended.returncode == 2
+
+
+def test_farm_publishes_nothing_if_the_settings_are_read_only():
+    ended = python(
+        """
+        import os, sys, types
+        os.environ["GRAPHSTASH_READ_ONLY"] = "true"
+        sys.modules["ray"] = types.ModuleType("ray")  # never used
+        sys.argv = ["graphstash", "farm", "--topology", "v5e:2x2", "train.py:step"]
+        from graphstash.__main__ import main
+        main()
+        """
+    )
+    assert "GRAPHSTASH_READ_ONLY is set: nothing could be published" in ended.stderr
+    assert ended.returncode == 2

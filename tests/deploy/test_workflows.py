@@ -220,7 +220,7 @@ def test_pull_request_of_a_fork_does_not_log_in_and_publishes_nothing(act):
 
 
 def test_farm_that_fails_warns_and_the_job_continues(act):
-    farm = "--topology v5e:2x2 train.py:step"  # there is no Ray here
+    farm = "\n--topology v5e:2x2\ntrain.py:step\n"  # there is no Ray here
     done, summary = act("after a farm", farm=farm)
     assert done.returncode == 0, done.stderr
     assert "farm needs Ray" in done.stderr

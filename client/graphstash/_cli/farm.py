@@ -108,6 +108,11 @@ def farm(
             status=ExitStatus.USAGE,
         )
     config = load_config(url=url, namespace=namespace)
+    if config.read_only:  # the hosts have settings of their own
+        fail(
+            "GRAPHSTASH_READ_ONLY is set: nothing could be published",
+            status=ExitStatus.USAGE,
+        )
     if ray is not None:
         os.environ["RAY_ADDRESS"] = ray
     requests = list(dict.fromkeys(product(targets, topology)))
