@@ -1,10 +1,13 @@
 """torch's remote caches in this process: a function's result does not depend on the cache."""
 
 import base64
+import gc
 import json
 import pickle
 import subprocess
 import sys
+import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -410,3 +413,21 @@ print(*replaced_in_torch(CodeDescriber()))
 """
     command = [sys.executable, "-c", code]
     assert subprocess.run(command, capture_output=True, check=True).stdout == b"\n"
+
+
+def test_given_compilers_are_read_without_keeping_variables_of_callers():
+    from graphstash.hooks.inductor.registries import _given
+
+    class Tensor:
+        pass
+
+    def call():
+        tensor = Tensor()
+        _given(SimpleNamespace(fw_compiler=print))
+        return weakref.ref(tensor)
+
+    gc.disable()  # it would end the tensor even if a cycle of frames kept it
+    try:
+        assert call()() is None
+    finally:
+        gc.enable()

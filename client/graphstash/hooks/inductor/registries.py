@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 from hashlib import sha256
 from itertools import chain
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -143,13 +143,14 @@ def _given(settings: Any) -> dict[str, Any]:
         UndescribableError: neither has a forward compiler.
     """
     held = {name: getattr(settings, name, None) for name in ("decompositions", *_COMPILERS)}
-    frame = sys._getframe()
+    # Never this function's own frame: the cycle would keep the variables of all callers.
+    frame: FrameType | None = sys._getframe(1)
     while held["fw_compiler"] is None:
-        if (caller := frame.f_back) is None:
+        if frame is None:
             raise UndescribableError("the compilers of a backend are not known")
-        frame = caller
         if frame.f_globals.get("__name__") == "torch._functorch.aot_autograd":
             held |= {name: frame.f_locals[name] for name in held if name in frame.f_locals}
+        frame = frame.f_back
     return held
 
 

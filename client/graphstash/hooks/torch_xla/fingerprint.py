@@ -13,12 +13,9 @@ tensor.
 """
 
 import ctypes
-import gc
 import hashlib
 import json
 import platform
-import sys
-import threading
 from collections.abc import Mapping
 from importlib import metadata
 from typing import Final
@@ -36,7 +33,7 @@ from graphstash.hooks.environment import (
     libc,
     read_part,
 )
-from graphstash.hooks.labels import user_line
+from graphstash.hooks.labels import main_thread_line
 from graphstash.hooks.torch_xla.omitted import omitted_attributes
 from graphstash_schema import ArtifactKind, DeviceType
 
@@ -84,7 +81,7 @@ class Fingerprints:
             self._device_type,
             self.parts(name),
             toolchain=f"torch {torch.__version__}, torch_xla {torch_xla.__version__}",
-            label=_compiling_line(),
+            label=main_thread_line(),  # exact mode runs in another thread
             details=lambda: {"setting.mat_mul_precision": self._precision_name()},
         )
 
@@ -117,28 +114,6 @@ class Fingerprints:
             "omitted_attributes": json.dumps(self._omitted.values(), sort_keys=True),
             "matmul_precision": str(self._precision.value),
         }
-
-
-_reads_frames: Final = threading.Lock()
-
-
-def _compiling_line() -> str:
-    """Return the main thread's line of user code, because exact mode runs in another thread.
-
-    A garbage collection inside of `sys._current_frames` may deadlock all threads (Python 3.11.7,
-    gh-106883), so it is paused. While another thread does the same, there is no line.
-    """
-    if not _reads_frames.acquire(blocking=False):
-        return ""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    finally:
-        if was_enabled:
-            gc.enable()
-        _reads_frames.release()
-    return user_line(frame)
 
 
 def _process_parts() -> dict[str, str]:
