@@ -2,6 +2,7 @@
 
     GraphstashError
     ├── ConfigError            a setting is invalid; the message states valid values
+    │   └── UnprovedError      `graphstash farm` has no proof of a key; hooks/jax/prewarm.py
     ├── ExecutorError          background work of training; training/threads.py
     │   ├── ExecutorClosed     the executor was closed before the work could run
     │   └── ExecutorStopped    an earlier submission failed; see `__cause__`
@@ -44,6 +45,7 @@ __all__ = [
     "Reason",
     "RefusedError",
     "TransportError",
+    "UnprovedError",
     "VerificationError",
 ]
 
@@ -249,6 +251,10 @@ class ConfigError(GraphstashError, ValueError):
 
 
 _MAX_DETAIL_CHARACTERS: Final = 2000
+
+
+class UnprovedError(ConfigError):
+    """No job on the device proves that it makes the same key as this host."""
 
 
 class CacheError(GraphstashError):

@@ -32,7 +32,7 @@ from graphstash._cli.output import (
     shown,
 )
 from graphstash.config import ClientConfig
-from graphstash.errors import GraphstashError
+from graphstash.errors import GraphstashError, UnprovedError
 from graphstash_schema.exit_status import ExitStatus
 
 __all__ = ["farm"]
@@ -164,7 +164,7 @@ def _outcomes(
 def _collected(
     engine: Any, calls: Mapping[Any, tuple[str, str]]
 ) -> Iterator[tuple[tuple[str, str], _Outcome]]:
-    """Yield each request with its outcome, in the order in which they end."""
+    """Yield each request with its outcome. The request that ends first comes first."""
     left = list(calls)
     with count_progress() as progress:
         bar = progress.add_task("compiling", total=len(left))
@@ -193,7 +193,7 @@ def _compile(target: str, topology: str, settings: Mapping[str, Any]) -> dict[st
             only_if_proved=True,
         )
     except GraphstashError as error:
-        state = "unproved" if type(error).__name__ == "UnprovedError" else "failed"
+        state = "unproved" if isinstance(error, UnprovedError) else "failed"
         return here | {"state": state, "reason": str(error)}
     except Exception as error:  # noqa: BLE001 - outermost frame: the user's function, or the compiler
         return here | {"state": "failed", "reason": f"{type(error).__name__}: {error}"}

@@ -26,7 +26,7 @@ from graphstash._artifacts.stash import Stash
 from graphstash._compile.in_flight import HeldLease
 from graphstash._user_code import load
 from graphstash.config import ClientConfig
-from graphstash.errors import ConfigError
+from graphstash.errors import ConfigError, UnprovedError
 from graphstash.hooks.jax.compiling import Program
 from graphstash.hooks.jax.entries import decompress
 from graphstash.hooks.jax.fingerprint import request_of
@@ -35,7 +35,7 @@ from graphstash.hooks.jax.seam import Seam, SeamUnavailableError
 from graphstash_schema import ArtifactKey
 from graphstash_schema.lease import LeaseOutcome, LeaseState
 
-__all__ = ["Prewarmed", "UnprovedError", "prewarm"]
+__all__ = ["Prewarmed", "prewarm"]
 
 _COMPONENT: Final = re.compile(r"get_cache_key hash of serialized (.+): ([0-9a-f]{64})")
 
@@ -67,10 +67,6 @@ class Prewarmed:
     compile_seconds: float = 0.0
     raw_size_bytes: int = 0
     size_bytes: int = 0
-
-
-class UnprovedError(ConfigError):
-    """No job on the device proves that it makes the same key as this host."""
 
 
 def prewarm(
@@ -155,10 +151,9 @@ class _Publisher:
         request = request_of(jax_key, program)
         key, server = request.key, self.stash.server
         is_stored = bool(server.lookup([key]).found)
-        if self.only_if_proved and not is_stored:
-            why = why_unproved(server, request, program)
-            if why:
-                raise UnprovedError(why)
+        must_prove = self.only_if_proved and not is_stored
+        if must_prove and (why := why_unproved(server, request, program)):
+            raise UnprovedError(why)
         if is_stored or self._is_ready(key):
             raise _AlreadyStoredError(Prewarmed(key, jax_key, dict(self.components), is_new=False))
 
