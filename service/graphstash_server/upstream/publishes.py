@@ -144,20 +144,16 @@ class Publishes:
     async def _try(self, queued: QueuedPublish) -> None:
         """Send an artifact, and count how that ended. An exception leaves it queued."""
 
-        async def renew() -> None:
+        async def renew(pause: timedelta = CLAIM) -> None:
             async with self.database.writing() as connection:
-                digest, until = Digest(queued.sha256, 0), self.clock() + CLAIM
+                digest, until = Digest(queued.sha256, 0), self.clock() + pause
                 await renew_publish(connection, queued.key, digest, until=until)
 
         try:
             async with renewed(renew):
                 outcome = await self._send_or_fail(queued)
             if outcome == "early":
-                async with self.database.writing() as connection:
-                    until = self.clock() + _WITHDRAWALS_PAUSE
-                    await renew_publish(
-                        connection, queued.key, Digest(queued.sha256, 0), until=until
-                    )
+                await renew(_WITHDRAWALS_PAUSE)
                 return
             self.client.count(f"publish_{outcome}")
             if outcome in {"failed", "refused"}:
