@@ -125,10 +125,8 @@ class Cohort:
         all parameters in as few calls as possible.
         """
         sizes = [parameter.nbytes for parameter in self.parameters]
-        if self.device.type != "cpu" or self.sums or sum(sizes) <= _PART_BYTES:
-            yield self
-            return
-        if torch.compiler.is_compiling():
+        is_plain = self.device.type == "cpu" and not torch.compiler.is_compiling()
+        if not is_plain or self.sums or sum(sizes) <= _PART_BYTES:
             yield self
             return
         numbers: list[int] = []

@@ -133,9 +133,9 @@ def _is_batch_exact(
     number of threads, and whether oneDNN may be used.
     """
     del kernels
-    random = partial(torch.randn, generator=torch.Generator("cpu").manual_seed(count), device="cpu")
     if not _adds_alike(count, shape):
         return False
+    random = partial(torch.randn, generator=torch.Generator("cpu").manual_seed(count), device="cpu")
     for _ in range(max(1, _TESTED_ELEMENTS // (count * shape.numel()))):
         matrices = [random(shape).to(dtype) for _ in range(count)]
         batch = _orthogonal_batch(matrices, *iteration)

@@ -179,7 +179,7 @@ def _add(_dialect: str, *, waits: bool) -> CompoundSelect[Any]:
     )
     is_counted = added.c.namespace.in_(select(counts.c.namespace))
     rows = select(*(added.c[name] for name in HISTORY_COLUMNS)).where(is_counted)
-    drawn = adding(insert_in("postgresql", history).from_select(HISTORY_COLUMNS, rows)).cte("drawn")
+    insert = insert_in("postgresql", history).from_select(HISTORY_COLUMNS, rows)
     return union_all(
         select(used.c.number, null().label("namespace")).where(
             used.c.number.not_in(select(touched.c.number)),
@@ -188,7 +188,7 @@ def _add(_dialect: str, *, waits: bool) -> CompoundSelect[Any]:
         select(null(), counted.c.namespace).where(
             counted.c.namespace.not_in(select(counts.c.namespace))
         ),
-    ).add_cte(drawn)
+    ).add_cte(adding(insert).cte("inserted"))
 
 
 _ADD = {waits: Prepared(partial(_add, waits=waits)) for waits in (False, True)}
