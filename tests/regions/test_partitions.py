@@ -1,4 +1,4 @@
-"""What the upstream withdraws is gone everywhere, whatever a region stored while it was cut off."""
+"""After a partition, a region neither serves nor sends what its upstream has withdrawn."""
 
 import threading
 

@@ -59,9 +59,9 @@ def install() -> None:
 
 
 def restore_environment() -> None:
-    """Restore the variables with which the zygotes have started, except those that no import reads.
+    """Give each variable that imports may read the value that it had when the zygotes started.
 
-    Libraries set some when they are imported, and then no command could be forked.
+    Some libraries set such variables when they are imported. Afterwards no command could be forked.
     """
     for name in read_at_import(os.environ).keys() - _environment.keys():
         del os.environ[name]

@@ -52,7 +52,7 @@ class Pair:
         reason: for `UNSHARED`, a part of the hook's reason.
         is_extended: only `make test-all` compares the pair, and only in the version of `.venv`:
             another pair guards the same mechanism in every version.
-        only_in: the only environment in which the pair runs, if other versions lack what it uses.
+        only_in: environment of the pair, if only this version of the compiler suits it.
         in_one_process: its programs change nothing that another program's key contains, so they
             may run after others in one process.
     """

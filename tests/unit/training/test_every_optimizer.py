@@ -56,7 +56,7 @@ SHAPES = ((6, 4), (64, 64), (3, 2, 5, 2), (5,), ())
 every_optimizer = pytest.mark.parametrize("name", EVERY)
 ROOTS = {"Shampoo", "SOAP"}
 FUSED = {"SGD", "SGD with momentum", "Adam", "AdamW"}
-"""Names of those that torch's kernels may update, whose rounding differs from the formula's."""
+"""Optimizers whose parameters torch's kernels may update. The kernels round differently."""
 WIDE = {"step", "weight_sum", "lr_max"}
 
 

@@ -1,9 +1,9 @@
 """Prove that a key made without a device is the key that a job on the device will look up.
 
-A job on a TPU describes what it compiles. If such a description has the same versions, libtpu,
-flags, settings, topology and order of devices as a program that is compiled in advance, both hosts
-make the same key of the same computation. The proof does not cover the computation: the job must
-trace the same function.
+A job on a TPU publishes a description with each artifact. A host without a TPU compares the
+versions, libtpu, flags, settings, topology and order of devices in it with its own. If all are
+equal, both hosts make the same key from the same computation. The proof does not cover the
+computation: the job must trace the same function.
 """
 
 from itertools import islice

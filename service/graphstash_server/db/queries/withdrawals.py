@@ -126,7 +126,7 @@ async def add_withdrawals(
 async def is_listed_as_withheld(
     connection: AsyncConnection, key: StoredKey, digest: Digest
 ) -> bool:
-    """Return whether the list says that an artifact was withheld. It may have been released."""
+    """Return whether an artifact was ever withheld. An administrator may have released it since."""
     statement = select(withdrawals.c.number).where(
         withdrawals.c.namespace == key.namespace,
         withdrawals.c.sha256 == digest.sha256,
