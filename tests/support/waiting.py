@@ -28,11 +28,15 @@ def variables_of(config: ClientConfig) -> dict[str, str]:
 
 
 def until(holds: Callable[[], object], *, seconds: float = 60) -> None:
-    """Wait until `holds()` is true. Fail after `seconds`."""
-    deadline = time.monotonic() + seconds
+    """Wait until `holds()` is true. Fail after `seconds`.
+
+    The pauses grow with the wait, because many callers ask a server.
+    """
+    start = time.monotonic()
     while not holds():
-        assert time.monotonic() < deadline, f"still false after {seconds} s"
-        time.sleep(0.01)
+        waited = time.monotonic() - start
+        assert waited < seconds, f"still false after {seconds} s"
+        time.sleep(min(0.01 + waited / 10, 0.25))
 
 
 def until_waiting(url: str, count: int = 1) -> None:
