@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -44,6 +44,24 @@ from graphstash_server.__main__ import main
 main()
 """
 
+STALLING = """
+import sys, time
+from pathlib import Path
+from graphstash_server.serving.server import GraphstashServer
+
+shut_down, release = GraphstashServer.shutdown, Path(sys.argv.pop(1))
+
+async def shut_down_late(self, sockets=None):
+    print("the event loop stalls", flush=True)
+    while not release.exists():
+        time.sleep(0.01)
+    await shut_down(self, sockets)
+
+GraphstashServer.shutdown = shut_down_late
+from graphstash_server.__main__ import main
+main()
+"""
+
 
 def patient(seconds: int) -> dict[str, str]:
     """Return the variables of a server that waits so long for requests before it ends."""
@@ -54,6 +72,13 @@ def is_listening(server) -> bool:
     with suppress(OSError), socket.create_connection(("127.0.0.1", server.port), timeout=5):
         return True
     return False
+
+
+def is_handshaking(port: int) -> bool:
+    """Return whether a client has sent a SYN to a port without getting an answer."""
+    address, syn_sent = f"0100007F:{port:04X}", "02"
+    rows = map(str.split, Path("/proc/net/tcp").read_text().splitlines())
+    return any(row[2:4] == [address, syn_sent] for row in rows)
 
 
 def asked(server, path: str = "/healthz") -> str:
@@ -239,7 +264,8 @@ def test_shutdown_answers_lease_waiters_and_second_interrupt_ends_it_at_once(sta
     assert api.renew(token, holder="a", ttl_seconds=300).status_code == 200
     api.put(LARGE)
     with api.http.stream("GET", api.path()) as answer:
-        next(answer.iter_raw(65536))
+        chunks = answer.iter_raw(65536)  # as long as it exists, the connection stays
+        next(chunks)
         server.process.send_signal(signal.SIGINT)
         until(lambda: not is_listening(server))
         server.process.send_signal(signal.SIGINT)
@@ -275,6 +301,49 @@ def test_transfers_and_accepted_connections_are_served_before_shutdown(start, co
     assert stored.status_code == 201
     assert (answer.status, answer.headers["connection"]) == (200, "close")
     assert received == LARGE
+    assert server.process.wait(30) == 0
+
+
+@pytest.fixture
+def stalling(start, tmp_path):
+    """Return a function that starts a server whose event loops stall when they shall end, and
+    returns it with the file that ends the stall.
+    """
+
+    def make(*options: str):
+        release = tmp_path / "release"
+        return start(*options, command=(sys.executable, "-c", STALLING, str(release))), release
+
+    return make
+
+
+def test_connections_that_wait_for_their_acceptance_are_served_before_shutdown(stalling, connect):
+    server, release = stalling()
+    server.process.terminate()
+    until(lambda: server.log.count("the event loop stalls\n") == 1)
+    api = connect(server.url)
+    with ExitStack() as stack:
+        wires = [stack.enter_context(Wire(server.url)) for _ in range(8)]
+        for number, wire in enumerate(wires):
+            payload = b"%d" % number * 1000
+            wire.send(put_head(api.path(number), Digest.of(payload)) + payload)
+        release.touch()
+        answers = [wire.answer() for wire in wires]
+
+    assert [(each.status, each.headers["connection"]) for each in answers] == [(201, "close")] * 8
+    assert server.process.wait(30) == 0
+
+
+def test_no_connection_is_established_after_the_workers_got_their_signal(stalling):
+    server, release = stalling("--workers", "2")
+    server.process.terminate()
+    until(lambda: server.log.count("the event loop stalls\n") == 2)
+    with ThreadPoolExecutor(1) as pool:
+        connecting = pool.submit(socket.create_connection, ("127.0.0.1", server.port), 60)
+        until(lambda: is_handshaking(server.port))
+        release.touch()
+        with pytest.raises(ConnectionRefusedError):
+            connecting.result()
     assert server.process.wait(30) == 0
 
 

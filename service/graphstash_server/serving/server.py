@@ -2,10 +2,10 @@
 
 `run_worker` does the same in a forked process (see `workers`).
 
-At the shutdown, the server stops accepting connections and answers requests that wait for leases.
-Then it waits for the first requests of new connections, and for transfers, `shutdown_seconds` in
-total. It cancels the remaining requests, which are answered with 503. Finally, it closes the
-context, which writes the last counters.
+At the shutdown, the server accepts the connections that the kernel has established, stops
+listening, and answers requests that wait for leases. Then it waits for the first requests of new
+connections, and for transfers, `shutdown_seconds` in total. It cancels the remaining requests,
+which are answered with 503. Finally, it closes the context, which writes the last counters.
 
 Every response during the shutdown closes its connection, so that a client under load reconnects
 elsewhere and the server cuts off no request.
@@ -35,7 +35,11 @@ from graphstash_server.fast.connection import FastConnection
 from graphstash_server.logs import WithoutQuery
 from graphstash_server.services.counters import Counters
 from graphstash_server.serving.open_files import max_handshakes
-from graphstash_server.serving.sockets import allow_listening
+from graphstash_server.serving.sockets import (
+    allow_listening,
+    count_unaccepted,
+    ignore_new_connections,
+)
 from graphstash_server.serving.telemetry import find_tracing
 from graphstash_server.serving.tls import Handshakes, tls_context
 from graphstash_server.settings import Settings
@@ -106,6 +110,7 @@ class GraphstashServer(uvicorn.Server):
         self._when_ready = when_ready
         self._stop_waiting = stop_waiting
         self._lifeline = lifeline
+        self._is_last = lifeline is None  # no other process accepts from the listeners
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start the application, then listen. Until then, the kernel refuses connections."""
@@ -151,15 +156,28 @@ class GraphstashServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop listening, answer requests that wait for leases, and let uvicorn finish the rest."""
-        for server in self.servers:
-            server.close()
         self.server_state.default_headers = [
             *self.server_state.default_headers,
             (b"connection", b"close"),
         ]
+        await self._accept_established(sockets or [])
+        for server in self.servers:
+            server.close()
         self._stop_waiting()
         await self._answer_newcomers()
         await super().shutdown(sockets)
+
+    async def _accept_established(self, listeners: list[socket.socket]) -> None:
+        """Wait until the event loop has accepted what the kernel has established."""
+        if self._is_last:  # otherwise, the parent decides for all workers
+            for listener in listeners:
+                ignore_new_connections(listener)
+        deadline = asyncio.get_running_loop().time() + _FIRST_REQUEST_SECONDS
+        await asyncio.sleep(_POLL_SECONDS)  # handshakes may be under way
+        while any(map(count_unaccepted, listeners)):
+            if asyncio.get_running_loop().time() > deadline or self.force_exit:
+                break  # the process may have no free descriptor
+            await asyncio.sleep(_POLL_SECONDS)
 
     async def _answer_newcomers(self) -> None:
         """Wait for the first requests of new connections, which uvicorn would close."""
@@ -179,6 +197,7 @@ class GraphstashServer(uvicorn.Server):
         _LOGGER.warning("worker %d exits: its parent process is gone", os.getpid())
         if not self.started:
             os._exit(_ORPHAN_STATUS)  # nothing to drain, and the start may hang
+        self._is_last = True  # the other workers end with this one
         self.should_exit = True
 
 

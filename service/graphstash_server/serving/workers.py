@@ -33,6 +33,7 @@ from typing import NoReturn
 
 from graphstash_server.services.counters import HostCounters
 from graphstash_server.serving.server import PARENT_SIGNALS, run_worker
+from graphstash_server.serving.sockets import ignore_new_connections
 from graphstash_server.settings import Settings
 
 __all__ = ["run_workers"]
@@ -277,6 +278,7 @@ class _Supervisor:
             self._is_stopping = True
             self._set_turning_away(False)
             for listener in self._listeners:
+                ignore_new_connections(listener)
                 listener.close()
             for worker in self._alive.values():
                 self._end(worker)
