@@ -36,6 +36,7 @@ starts.close()
 """
 
 
+@pytest.mark.extended
 def test_command_is_forked_if_its_imports_cannot_differ():
     """In a process of its own: other tests and imports change the variables of this one."""
     done = captured(
@@ -133,6 +134,7 @@ zygotes.close()
 """
 
 
+@pytest.mark.extended
 def test_workers_are_forked_and_share_the_zygotes_that_they_need():
     worker = inspect.getsource(parent_of) + WORKER
     done = captured(

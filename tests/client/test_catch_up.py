@@ -373,6 +373,7 @@ def test_ended_job_abandons_its_upload_which_counts_for_the_limit(left, up, next
         assert caught_up(next_job("a", url=link.url)) == published
 
 
+@pytest.mark.extended
 def test_processes_of_a_run_share_its_limit(run, up, next_job, down):
     run("a")
     entries = list(next_job("a", url=down).unsent.entries(with_any=False))

@@ -113,6 +113,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.extended
 def test_report_tells_when_first_step_of_training_loop_and_last_program_were_ready(
     run, recorder, server, namespace
 ):
@@ -194,6 +195,7 @@ def test_a_report_that_is_too_long_names_the_misses_that_took_longest():
     assert sent.misses
 
 
+@pytest.mark.extended
 def test_largest_report_with_hostile_labels_is_accepted_and_displayed_as_lines(
     run, recorder, server, namespace
 ):

@@ -59,6 +59,9 @@ class TestJax(HookContract):
     def result(self, outcome):
         return outcome.report["losses"]
 
+    def test_hosts_that_start_at_once_compile_each_program_once(self, hosts, empty):
+        super().test_hosts_that_start_at_once_compile_each_program_once(hosts, empty)
+
     def compiled_by_herd(self, outcomes):
         assert sum(outcome.stats["published"] for outcome in outcomes) >= PROGRAMS
         assert all(self.compiled(outcome) + outcome.hits == PROGRAMS for outcome in outcomes)

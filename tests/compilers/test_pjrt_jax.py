@@ -64,10 +64,6 @@ class TestPjrt(HookContract):
         settings |= {"hooks": "pjrt", "environment": cls.environment, "under": "fork:pjrt"}
         return CompilerJobs(directory, **settings)
 
-    @pytest.mark.extended
-    def test_hosts_that_start_at_once_compile_each_program_once(self, hosts, empty):
-        super().test_hosts_that_start_at_once_compile_each_program_once(hosts, empty)
-
     def compiled(self, outcome):
         return outcome.report["compiles"] - outcome.hits  # JAX counts loads as compilations
 

@@ -35,7 +35,6 @@ def ranks(request, jobs, server, namespace, tmp_path):
         yield run
 
 
-@pytest.mark.extended
 def test_agreement_ends_with_its_process_group_and_leaves_out_forked_children(start_program):
     program = """
         import os, weakref
@@ -75,6 +74,7 @@ def losses(reports):
     return [report["losses"] for report in reports]
 
 
+@pytest.mark.extended
 def test_all_ranks_load_one_artifact_even_without_access_to_cache(ranks):
     cold, warm = ranks("cold"), ranks("warm", broken=[2])
     assert sum(graphs(cold, "miss")) == 2  # forward and backward, each compiled by one rank

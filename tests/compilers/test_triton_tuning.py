@@ -70,12 +70,14 @@ def test_kernel_is_tuned_without_the_team(team, keywords, settings, fallbacks):
     assert job.stats.get("fallbacks") == fallbacks
 
 
+@pytest.mark.extended
 def test_kernel_is_tuned_again_for_another_value_in_its_key_that_is_no_size(team):
     first, other = team.run("first", "tuned"), team.run("other", "tuned", {"scale": 3.0})
     assert first.report["measured"] == other.report["measured"] == CONFIGS
     assert team.run("third", "tuned", {"scale": 3.0}).report["measured"] == 0
 
 
+@pytest.mark.extended
 def test_host_without_working_configuration_asks_once_and_blocks_no_other_host(team):
     broken = team.run("broken", "tuned", {"works": False})
     sound = team.run("sound", "tuned")

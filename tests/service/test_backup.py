@@ -189,6 +189,7 @@ def blobs_in(directory):
     return {path.name: path for path in (directory / "blobs").rglob("*") if path.is_file()}
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("source", "target"),
     [

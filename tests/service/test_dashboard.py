@@ -121,14 +121,14 @@ def paths(server):
     }
 
 
-SHOWN_OFTEN = {
-    "desktop": ("overview", "run", "refusal"),
-    "phone": ("artifact of a stranger", "search that finds", "tuning", "tokens"),
-}
+SHOWN_OFTEN = ("overview", "run", "artifact of a stranger")
 """Pages that `make test` opens. `make test-all` opens every page."""
 
 
-@pytest.mark.parametrize(("size", "scheme"), [("desktop", "light"), ("phone", "dark")])
+@pytest.mark.parametrize(
+    ("size", "scheme"),
+    [pytest.param("desktop", "light", marks=pytest.mark.extended), ("phone", "dark")],
+)
 def test_every_page_is_accessible_fits_and_loads_nothing_from_elsewhere(
     server, tab, paths, size, scheme, is_extended
 ):
@@ -137,7 +137,7 @@ def test_every_page_is_accessible_fits_and_loads_nothing_from_elsewhere(
     """
     visit = tab(size=size, color_scheme=scheme)
     visit.sign_in(server.admin)
-    for name in paths if is_extended else SHOWN_OFTEN[size]:
+    for name in paths if is_extended else SHOWN_OFTEN:
         visit.complaints.clear()
         status = visit.open(paths[name])
         assert status == (404 if name == "refusal" else 200), name
@@ -165,6 +165,7 @@ def test_pages_of_empty_server_are_accessible(tmp_path, tab):
         assert visit.complaints == [each for each in visit.complaints if "[DOM]" in each]
 
 
+@pytest.mark.extended
 def test_keyboard_alone_signs_in_and_reaches_causes_of_compilations(server, tab):
     visit = tab()
     visit.open("/sign-in")
@@ -230,6 +231,7 @@ def test_browser_keeps_session_from_scripts_and_other_sites(server, tab):
             assert "Sign out" in visit.text
 
 
+@pytest.mark.extended
 def test_times_are_in_the_readers_zone_with_utc_on_hover(server, tab):
     visit = tab(timezone_id="Asia/Kolkata", locale="en-GB")
     visit.sign_in(server.admin)
@@ -249,6 +251,7 @@ def test_times_are_in_the_readers_zone_with_utc_on_hover(server, tab):
         assert "those of Asia/Calcutta, with UTC on hover" in visit.page.inner_text("footer")
 
 
+@pytest.mark.extended
 def test_wide_table_scrolls_inside_its_card_with_a_shadow(server, tab):
     visit = tab(size="phone")
     visit.sign_in(server.admin)
@@ -272,6 +275,7 @@ def _colour(element, part):
     return element.page.screenshot(clip=clip, full_page=True)
 
 
+@pytest.mark.extended
 def test_artifact_is_deleted_by_a_button_after_confirmation(server, tab):
     key = server.team.put(40, label="to be deleted")
     visit = tab()

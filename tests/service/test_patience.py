@@ -45,6 +45,7 @@ def test_bytes_that_arrive_while_the_server_stalls_are_in_time(stalls):
     assert asyncio.run(read()) == [b"x"]
 
 
+@pytest.mark.extended
 def test_server_raises_the_limit_of_open_files_for_its_connections(tmp_path):
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     command = ("prlimit", f"--nofile=1024:{hard}", sys.executable, "-m", "graphstash_server")

@@ -32,6 +32,7 @@ from support.database_sessions import connected, eventually
 from support.ports import reserved_port
 from support.postgres import EMPTY
 from support.processes import captured, python
+from support.tiers import most_extended
 from support.waiting import until
 
 
@@ -298,7 +299,7 @@ def health(url, **options):
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", most_extended([1, 2], quick=[2]))
 async def test_starting_server_refuses_connections_until_it_answers(
     starting, refusal, outdated, tmp_path, workers
 ):

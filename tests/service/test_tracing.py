@@ -250,6 +250,7 @@ def test_presigned_link_is_in_no_span(tmp_path, collector, moto, s3_credentials)
     assert [span for span in spans if b"X-Amz-Signature" in span.raw] == []
 
 
+@pytest.mark.extended
 def test_server_without_tracing_imports_no_exporter():
     asked = (
         "import sys, graphstash_server.serving.server, graphstash_server.storage.s3; "
@@ -260,6 +261,7 @@ def test_server_without_tracing_imports_no_exporter():
     assert python(asked, check=True).stdout == "[]\n"
 
 
+@pytest.mark.extended
 def test_server_that_cannot_trace_logs_the_reason(tmp_path, collector):
     path = take_away(tmp_path, "opentelemetry.exporter")
     for variables, named in (

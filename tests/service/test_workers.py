@@ -386,6 +386,7 @@ def test_upload_whose_bucket_outlasts_the_shutdown_is_refused_without_traceback(
         assert "Traceback" not in server.log
 
 
+@pytest.mark.extended
 def test_workers_that_fail_to_start_stop_a_rolling_restart_and_are_retried(start):
     server = start("--workers", "2", command=(sys.executable, "-c", FAILING))
     old = server.workers

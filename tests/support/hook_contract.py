@@ -159,6 +159,7 @@ class HookContract:
         assert warm.stats["saved_compile_seconds"] > 0
         assert self.result(warm) == self.result(cold)
 
+    @pytest.mark.extended  # for most hooks: the lease is the cache's
     def test_hosts_that_start_at_once_compile_each_program_once(
         self, hosts: CompilerJobs, empty: str
     ) -> None:

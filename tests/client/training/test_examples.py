@@ -11,6 +11,8 @@ import pytest
 
 from support.run_case import RUN_CASE, case_arguments
 
+pytestmark = pytest.mark.extended
+
 TESTS = Path(__file__).parents[2]
 EXAMPLES = TESTS.parent / "client" / "examples"
 ENVIRONMENT = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
@@ -39,14 +41,9 @@ def train_digits(monkeypatch, tmp_path):
     ("options", "tolerance"),
     [
         (("--optimizer", "SGD", "--steps", "100"), 1e-3),
-        *(
-            pytest.param(options, tolerance, marks=pytest.mark.extended)
-            for options, tolerance in (
-                (("--optimizer", "AdamW", "--steps", "100"), 1e-3),
-                (("--precision", "bf16", "--steps", "50"), 1e-2),
-                (("--precision", "fp16", "--steps", "50"), 1e-2),
-            )
-        ),
+        (("--optimizer", "AdamW", "--steps", "100"), 1e-3),
+        (("--precision", "bf16", "--steps", "50"), 1e-2),
+        (("--precision", "fp16", "--steps", "50"), 1e-2),
     ],
 )
 def test_every_loop_learns_the_digits_with_equal_losses(train_digits, options, tolerance):
@@ -57,12 +54,10 @@ def test_every_loop_learns_the_digits_with_equal_losses(train_digits, options, t
         assert report["losses"][:3] == pytest.approx(reports["plain"]["losses"][:3], rel=tolerance)
 
 
-@pytest.mark.extended
 def test_default_run_classifies_97_percent_of_test_images(train_digits):
     assert train_digits()["accuracy"] > 0.97
 
 
-@pytest.mark.extended
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # from torch.compile
 def test_a_traced_loop_learns_the_digits(train_digits, monkeypatch):
     """Without C++, which takes a minute of CPU time. tests/unit/training compiles smaller steps."""
@@ -79,7 +74,6 @@ def test_a_traced_loop_learns_the_digits(train_digits, monkeypatch):
     assert traced["losses"][:5] == pytest.approx(lazy["losses"][:5], rel=1e-3)
 
 
-@pytest.mark.extended
 def test_loops_have_equal_losses_on_torch_xla_and_only_the_plain_loop_reads(jobs, tmp_path):
     options = case_arguments("examples:on_torch_xla")
     report = jobs.start(tmp_path, *options, script=RUN_CASE, under="").finish().report
@@ -94,7 +88,6 @@ def test_loops_have_equal_losses_on_torch_xla_and_only_the_plain_loop_reads(jobs
     assert report["gpt_by_our_loop"] == pytest.approx(report["gpt_as_ever"], rel=1e-4)
 
 
-@pytest.mark.extended
 def test_the_benchmark_writes_report_plot_and_figures(tmp_path):
     subprocess.run(
         [

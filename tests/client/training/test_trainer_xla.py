@@ -77,6 +77,7 @@ def test_killed_at_random_steps_the_loss_curve_is_that_of_an_uninterrupted_run(
     assert outcome.report["weights"] == report["weights"]
 
 
+@pytest.mark.extended
 def test_a_resumed_run_finds_all_its_graphs_in_the_cache(jobs, server, namespace, tmp_path):
     arguments = options(tmp_path, f"--checkpoints={tmp_path / 'checkpoints'}")
     settings = {"url": server.url, "namespace": namespace}

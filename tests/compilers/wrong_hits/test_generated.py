@@ -26,14 +26,14 @@ VERSIONS = (
 
 
 def cases():
-    """Return the cases. Those of torch's compilers are extended, because they start slowly."""
+    """Return the cases. Those that start slowly are extended."""
     return [
         pytest.param(
             name,
             environment,
             id=f"{name}-{version}",
             marks=[pytest.mark.extended]
-            if environment or name in {"inductor", "torch_xla"}
+            if environment or name in {"inductor", "torch_xla", "pjrt"}
             else [],
         )
         for name, version, environment in VERSIONS

@@ -56,6 +56,7 @@ def test_clipping_refuses_the_norm_of_one_shard(model):
         clip_grad_norm_(model.parameters(), 1.0)
 
 
+@pytest.mark.extended
 def test_a_loop_that_shards_nothing_does_not_import_fsdp():
     """The import adds half the time of the import of torch."""
     program = "import sys; from graphstash.training import fuse, train; print(*sys.modules)"

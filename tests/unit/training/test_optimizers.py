@@ -585,6 +585,7 @@ def test_torchs_gradscaler_may_unscale_and_skip_steps():
     assert AdamW([parameter])._step_supports_amp_scaling
 
 
+@pytest.mark.extended
 def test_a_compiled_step_follows_a_schedule_and_is_compiled_once():
     case = next(each for each in reversed(CASES.values()) if each.name == "AdamW")
     ours, theirs = new_parameters(), new_parameters()

@@ -100,6 +100,7 @@ def assert_trains_alike(traced, plain, numbers, size=lambda _: 8):
     assert (traced.step.mode, traced.step.reason) == ("traced", None)
 
 
+@pytest.mark.extended
 def test_generated_code_is_not_traced_again(monkeypatch):
     """Matrix products need no generated kernel, and therefore no C++ compiler."""
     files = names_of_traced_code(monkeypatch)

@@ -5,6 +5,8 @@ import json
 
 import pytest
 
+pytestmark = pytest.mark.extended
+
 
 def table(folder):
     """Write an invented kernel: 60 of 64 tilings work, and a tiling of 16 x 16 is the fastest."""
