@@ -51,7 +51,7 @@ def published(server, tmp_path_factory):
 @pytest.mark.parametrize(
     ("call", "name", "most"),
     [
-        ("get", "does not shrink", 1.1 * PAYLOAD_BYTES),
+        pytest.param(*("get", "does not shrink", 1.1 * PAYLOAD_BYTES), marks=pytest.mark.extended),
         ("fetch", "shrinks to a sixteenth", 24 * MIB),
     ],
 )

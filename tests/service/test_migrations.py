@@ -28,6 +28,7 @@ from graphstash_server.eviction_order import aged, density
 from graphstash_server.settings import load_settings
 from support.database_sessions import connected
 from support.postgres import EMPTY
+from support.tiers import most_extended
 
 pytestmark = pytest.mark.sql
 
@@ -62,6 +63,9 @@ def on(url, work):
     return asyncio.run(run())
 
 
+@pytest.mark.parametrize(
+    "url", most_extended(["sqlite", "postgresql"], quick=["postgresql"]), indirect=True
+)
 def test_servers_that_start_at_once_migrate_one_after_another(url, tmp_path):
     """Each server has its own lock file, as on different hosts."""
     program = (

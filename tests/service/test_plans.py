@@ -463,8 +463,8 @@ def stores(request, tmp_path_factory, is_extended):
     made = {"small": new(range(SMALL)), "stale": new(range(SMALL), rest, analyzed_after=0)}
     if is_extended:
         made["fresh"] = new(range(SMALL), rest, analyzed_after=1)
-    if request.param == "sqlite":  # PostgreSQL gathers statistics itself
-        made["missing"] = new(range(SMALL), rest)
+        if request.param == "sqlite":  # PostgreSQL gathers statistics itself
+            made["missing"] = new(range(SMALL), rest)
     return made
 
 

@@ -211,7 +211,7 @@ async def test_counters_of_many_namespaces_share_statements_and_transactions(ope
 
 
 async def test_concurrent_flushes_of_two_servers_lose_and_repeat_no_count(opened):
-    names = [f"team-{number}" for number in range(40)]
+    names = [f"team-{number}" for number in range(15)]
     async with opened() as one, opened() as other:
         for name in names:
             await one.put(b"blob", namespace=name)

@@ -287,8 +287,8 @@ def test_damaged_blob_is_never_sent_whole_and_its_artifact_is_dropped(
     ("s3", "tier", "blob", "flips"),
     [
         pytest.param("moto", "0", SMALL, 2, id="small"),
-        pytest.param("moto", "0", LARGE, 8, id="large"),
-        pytest.param("moto", "1GiB", SMALL, 8, id="tier, small"),
+        pytest.param("moto", "0", LARGE, 8, id="large", marks=pytest.mark.extended),
+        pytest.param("moto", "1GiB", SMALL, 8, id="tier, small", marks=pytest.mark.extended),
         pytest.param("moto", "1GiB", LARGE, 1, id="tier, large"),
         pytest.param("swift", "0", SMALL, 1, id="swift", marks=pytest.mark.extended),
     ],

@@ -17,6 +17,7 @@ from graphstash.training.reduce.aggregators.colocated import ColocatedAggregator
 from graphstash.training.reduce.aggregators.datagrams import Header, Kind, Seal
 from graphstash.training.reduce.aggregators.server import read_secret
 from support.processes import is_running
+from support.tiers import most_extended
 from support.waiting import until
 from support.warm_ranks import WarmRanks
 
@@ -30,7 +31,11 @@ def run(ranks):
     return lambda case, **keywords: ranks(WORLD).run(f"aggregates:{case}", **keywords)
 
 
-@pytest.mark.parametrize("settings", [{}, {"payload_bytes": 1_452, "slots": 3}], ids=str)
+SMALL = {"payload_bytes": 1_452, "slots": 3}
+WAYS = ["as it is", "quantized", "whole", "bf16 on the wire"]
+
+
+@pytest.mark.parametrize("settings", most_extended([{}, SMALL], quick=[SMALL]), ids=str)
 def test_sums_equal_dense_all_reduce_and_bytes_equal_formula(run, settings):
     run("sums", count=10, **settings)
 
@@ -47,7 +52,7 @@ def test_datagrams_of_strangers_change_no_bit(run):
     run("hostile", count=4)
 
 
-@pytest.mark.parametrize("name", ["as it is", "quantized", "whole", "bf16 on the wire"])
+@pytest.mark.parametrize("name", most_extended(WAYS, quick=["quantized", "whole"]))
 def test_ddp_trains_the_same_through_aggregators(run, name):
     run("trains_the_same", name=name)
 

@@ -6,6 +6,7 @@ from torch import nn
 from graphstash import ConfigError, training
 from graphstash.training.reduce import SparseState, Thresholding
 from support.processes import python
+from support.tiers import most_extended
 from support.warm_ranks import WarmRanks
 
 HOOKS = [
@@ -24,7 +25,7 @@ def test_ddp_trains_the_same_with_the_hook(ranks, name):
     ranks(3).run("reduce:trains_the_same", name=name)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", most_extended([1, 2, 3, 4], quick=[2, 3]))
 def test_blocks_are_rows_and_bytes_are_near_those_of_sparse_gradients(ranks, world):
     ranks(world).run("tables:bytes_of_rows")
     ranks(world).run("tables:small_sums_take_one_round")
@@ -43,13 +44,12 @@ TABLES = {
 
 
 @pytest.mark.parametrize("name", TABLES)
-@pytest.mark.parametrize("world", [2, 3])
-def test_gradients_of_several_tables_are_those_of_ddp(ranks, world, name):
-    ranks(world).run("tables:equal_torch", **TABLES[name])
+def test_gradients_of_several_tables_are_those_of_ddp(ranks, name):
+    ranks(3).run("tables:equal_torch", **TABLES[name])
 
 
-@pytest.mark.parametrize("world", [1, 4])
-def test_gradients_of_one_and_of_four_ranks_are_those_of_ddp(ranks, world):
+@pytest.mark.parametrize("world", most_extended([1, 2, 4], quick=[2]))
+def test_gradients_of_any_number_of_ranks_are_those_of_ddp(ranks, world):
     ranks(world).run("tables:equal_torch")
 
 
@@ -108,6 +108,7 @@ done.wait()
 """
 
 
+@pytest.mark.extended
 def test_process_that_ends_right_after_its_last_bucket_ends_well():
     """torch aborted because a thread was still returning from torch when the interpreter exited."""
     python(ENDS_AT_ONCE, check=True)

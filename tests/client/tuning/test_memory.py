@@ -26,6 +26,7 @@ from graphstash_schema.listing import ArtifactQuery
 from support.cases import tiles
 from support.memory_ranks import MemoryRanks, Values
 from support.signing import Team
+from support.tiers import most_extended
 from support.waiting import until, until_waiting
 from support.withdrawing import withhold
 
@@ -89,7 +90,7 @@ def test_lease_of_a_killed_tuner_is_taken_over_with_its_measurements(team, until
     assert heir.report["measured"] < whole.report["measured"] - 15
 
 
-@pytest.mark.parametrize("earlier", [0, 70])
+@pytest.mark.parametrize("earlier", most_extended([0, 70], quick=[0]))
 def test_killed_search_of_any_length_loses_only_the_measurement_in_progress(
     team, memories, until_published, earlier
 ):

@@ -2,8 +2,10 @@
 
 import pytest
 
+from support.tiers import most_extended
 
-@pytest.mark.parametrize("compared", ["versions", "members"])
+
+@pytest.mark.parametrize("compared", most_extended(["versions", "members"], quick=["versions"]))
 @pytest.mark.parametrize(
     "environment", ["", pytest.param("torch-newest", marks=pytest.mark.extended)]
 )

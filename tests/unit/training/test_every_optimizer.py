@@ -32,6 +32,7 @@ from graphstash.training import (
 from graphstash.training.optimizers import cohort, eight_bit, muon
 from support.device_reads import Reads
 from support.optimizer_cases import assert_equal, copies, give_gradients, make_steps, shaped
+from support.tiers import most_extended
 
 LATER = {"precondition_frequency": 2, "delay": 1, "deterministic": True}
 EVERY = {
@@ -52,6 +53,7 @@ EVERY = {
     "SOAP": partial(SOAP, **LATER),
 }
 HALVES = [torch.bfloat16, torch.float16]
+DTYPES = [*HALVES, torch.float64]
 SHAPES = ((6, 4), (64, 64), (3, 2, 5, 2), (5,), ())
 every_optimizer = pytest.mark.parametrize("name", EVERY)
 ROOTS = {"Shampoo", "SOAP"}
@@ -303,7 +305,7 @@ def test_batches_change_no_bit_of_any_matrix(shape, is_transposed):
 # Types.
 
 
-@pytest.mark.parametrize("dtype", [*HALVES, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", most_extended(DTYPES, quick=HALVES[:1]), ids=str)
 @every_optimizer
 def test_low_precision_parameters_train_as_float32_and_keep_dtype(name, dtype):
     (ours, mine), (wide, other) = made(name, dtype), made(name)
@@ -317,7 +319,7 @@ def test_low_precision_parameters_train_as_float32_and_keep_dtype(name, dtype):
             assert narrow <= {dtype}
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("dtype", most_extended(HALVES, quick=HALVES[:1]), ids=str)
 @every_optimizer
 def test_master_weights_train_as_float32_parameters(name, dtype):
     parameters, mine = made(name, dtype, master_weights=True)
@@ -456,7 +458,7 @@ def new_training(name):
     return model, EVERY[name](groups)
 
 
-@pytest.mark.parametrize("when", ["backward", "forward"])
+@pytest.mark.parametrize("when", most_extended(["backward", "forward"], quick=["backward"]))
 @every_optimizer
 def test_fused_steps_are_equal_to_the_bit(name, when):
     results = []

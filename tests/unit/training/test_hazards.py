@@ -11,7 +11,13 @@ from unit.training.hazards import HAZARDS, WIDTH, Loop, Net, clip
 
 LOOPS = {hazard.name: hazard.loop for hazard in HAZARDS}
 FUSED = [(hazard, when) for hazard in HAZARDS for when in ("backward", "forward")]
-EXACT = [(hazard, when) for hazard, when in FUSED if when not in hazard.refused]
+IN_TURN = FUSED[::4] + FUSED[3::4]
+"""Each loop in one of the ways: `make test` runs a loop that is exact in both in one of them."""
+EXACT = [
+    pytest.param(*each, marks=[] if each in IN_TURN or each[0].refused else pytest.mark.extended)
+    for each in FUSED
+    if each[1] not in each[0].refused
+]
 REFUSED = [(hazard, when) for hazard, when in FUSED if when in hazard.refused]
 
 

@@ -127,7 +127,7 @@ LOOPS = [
     ("model", "when"),
     [
         (tensor_parallel, "backward"),
-        (tensor_parallel, "forward"),
+        pytest.param(tensor_parallel, "forward", marks=pytest.mark.extended),
         (fully_sharded, "backward"),
     ],
 )
