@@ -132,7 +132,41 @@ _SETTINGS = (
     ),
 )
 
+_CALL = """
+from jaxlib import xla_client
+
+sharding = NamedSharding(spread(4), PartitionSpec("a"))
+
+
+def register(by):
+    partition = lambda shapes, shardings, shape, sharding, _: (by, shardings, sharding)
+    infer = lambda shapes, shardings, *_: shardings[0]
+    xla_client.register_custom_call_partitioner("mine", lambda *_: sharding, partition, infer, True)
+
+
+def call(x):
+    result = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    try:
+        return jax.ffi.ffi_call("mine", result)(x)
+    except AttributeError:
+        from jax.extend import ffi
+
+        return ffi.ffi_call("mine", result, x)
+
+
+def look_up():
+    jax.jit(call, in_shardings=sharding, out_shardings=sharding).lower(ONES).compile()
+"""
+
 _DEVICES = (
+    _of(
+        "custom call that XLA partitions by rows",
+        _CALL,
+        "HERE\nlook_up()",
+        "",
+        "jax.ffi.register_ffi_target_as_batch_partitionable('mine')",
+        only_in="",
+    ),
     _of(
         "order of a mesh",
         "sharding = NamedSharding(spread(4, order=HERE), PartitionSpec('a'))",
@@ -189,6 +223,14 @@ _UNSHARED = (
         "is not shared: Python code partitions it",
         _PARTITIONED,
         "jax.jit(f, in_shardings=sharding, out_shardings=sharding)(ONES)",
+        "2",
+        "3",
+    ),
+    _unshared(
+        "partitioning in Python of a custom call by name",
+        "Python code partitions it",
+        _CALL,
+        "register(HERE)\nlook_up()",
         "2",
         "3",
     ),
@@ -278,8 +320,12 @@ PAIRS = (
     *all_in_one_process(_FUNCTIONS),
     *_THREADS,
     *_SETTINGS,
-    *all_in_one_process(_DEVICES),
-    *all_in_one_process(_UNSHARED, "partitioning in Python"),
+    *all_in_one_process(_DEVICES, "custom call that XLA partitions by rows"),
+    *all_in_one_process(
+        _UNSHARED,
+        "partitioning in Python",
+        "partitioning in Python of a custom call by name",
+    ),
     *all_in_one_process(
         _REVERSE,
         "folder of a dump",

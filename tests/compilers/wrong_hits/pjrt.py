@@ -74,6 +74,8 @@ flags("--xla_force_host_platform_device_count=2")
 sharding = NamedSharding(jax.sharding.Mesh(np.array(jax.devices()), ("a",)), PartitionSpec("a"))
 """
 
+_CUSTOM_CALL = "lambda x: jax.ffi.ffi_call('mine', jax.ShapeDtypeStruct(x.shape, x.dtype))(x)"
+
 _ONE_CPU = "cpus = os.sched_getaffinity(0); os.sched_setaffinity(0, {min(cpus)})"
 _ALL_CPUS = "os.sched_setaffinity(0, cpus)"
 _FAST = "flags('--xla_cpu_enable_fast_math=true')"
@@ -117,6 +119,20 @@ PAIRS = (
         "partitioning in Python",
         "f, in_shardings=sharding, out_shardings=sharding",
         before=_PARTITIONED,
+        reason="calls a Python function",
+    ),
+    _program(
+        "custom call that XLA partitions by rows",
+        _CUSTOM_CALL,
+        "",
+        "jax.ffi.register_ffi_target_as_batch_partitionable('mine')",
+        before="HERE",
+    ),
+    _program(
+        "partitioning in Python of a custom call by name",
+        _CUSTOM_CALL,
+        before="from jaxlib import xla_client\n"
+        "xla_client.register_custom_call_partitioner('mine', *3 * [lambda *_: HERE])",
         reason="calls a Python function",
     ),
     _setting("flags before the client", "jax.devices()", f"{_FAST}; jax.devices()"),

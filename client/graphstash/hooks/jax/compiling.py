@@ -19,10 +19,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jax._src import cache_key, compilation_cache, compiler, distributed, xla_bridge
+from jaxlib import xla_client
 
 from graphstash._compile.request import CompileRequest
 from graphstash.hooks.environment import EnvironmentStates, threads, threads_of_running_client
 from graphstash.hooks.jax.smallness import is_small
+from graphstash.hooks.partitioners import Partitioners
 from graphstash.hooks.patching import Patches
 from graphstash_schema import ArtifactKey
 
@@ -37,9 +39,11 @@ _START_BACKEND = "_init_backend"
 
 _CALLS_BACK = "it calls back into Python"
 
+_PARTITIONED = "Python code partitions it"
+
 _UNSHAREABLE = {
     # XLA calls the user's functions during the compilation, and JAX identifies them by address.
-    b"CustomSPMDPartitioning": "Python code partitions it (custom_partitioning)",
+    b"CustomSPMDPartitioning": f"{_PARTITIONED} (custom_partitioning)",
     b"InspectSharding": "Python code looks at its shardings (inspect_array_sharding)",
     # Before JAX 0.6, callbacks on CPUs and GPUs are addresses.
     b"python_cpu_callback": _CALLS_BACK,
@@ -68,6 +72,8 @@ class Program:
         unshareable: Why the key cannot describe the program, or an empty string.
         environment: Key part for earlier states of the environment variables, if they changed.
         threads: Number of the CPU client's threads.
+        partitioned_by_rows: Custom calls that XLA partitions by rows, because this process has
+            registered them for that.
         is_small: Whether the program likely compiles fast and runs in one process.
         missed: JAX's keys that were looked up and not found.
         packed: Keys in `missed` whose result belongs in a pack.
@@ -87,6 +93,7 @@ class Program:
     unshareable: str = ""
     environment: dict[str, str] = field(default_factory=dict)
     threads: str = ""
+    partitioned_by_rows: str = ""
     is_small: bool = False
     missed: set[str] = field(default_factory=set)
     packed: set[str] = field(default_factory=set)
@@ -117,6 +124,7 @@ class Compiling:
         self._threads = ""
         self._observing = threading.Lock()  # guards `_environment` and `_threads`
         self._patches = Patches()
+        self._partitioners = Partitioners(xla_client, xla_bridge)
         wrappers = [
             (xla_bridge, _START_BACKEND, self._wrap_start),
             (compiler, _FUNCTION, self._wrap),
@@ -127,6 +135,7 @@ class Compiling:
             for module, name, wrapper in wrappers:
                 if hasattr(module, name):
                     self._patches.wrap(module, name, wrapper)
+            self._partitioners.observe(self._patches)
 
     def close(self) -> None:
         """Remove the wrappers."""
@@ -193,9 +202,13 @@ class Compiling:
             serialized = serialize(*arguments, **named)
             program: Program | None = getattr(self._local, "program", None)
             if program is not None:
+                if self._partitioners.is_in_python(serialized):
+                    program.unshareable = _PARTITIONED
                 for name, why in _UNSHAREABLE.items():
                     if name in serialized:
                         program.unshareable = why
+                if program.placement is not None and program.placement.size > 1:
+                    program.partitioned_by_rows = self._partitioners.by_rows(serialized)
             return serialized
 
         return serialize_ir

@@ -9,6 +9,7 @@ and the topology (`jax._src.cache_key`). The fingerprint adds:
 - The version of libtpu, which JAX's key omits before 0.6 (jax-ml/jax#27814), and a sample of the
   loaded libtpu, which TPU_LIBRARY_PATH may name. On TPU v4, the variable that joins two cores.
 - The versions of the GPU's driver and libraries, see `device_libraries`.
+- Which of the program's custom calls XLA partitions by rows, see `partitioners`.
 """
 
 import hashlib
@@ -54,6 +55,8 @@ def request_of(jax_key: str, program: Program, *, label: str = "") -> CompileReq
         parts["megacore"] = os.environ.get("TPU_MEGACORE", "")
     elif program.platform == "gpu":
         parts |= device_libraries.gpu_parts()
+    if program.partitioned_by_rows:
+        parts["partitioned_by_rows"] = program.partitioned_by_rows
     label = label or function_label(jax_key.rpartition("-")[0])
     return CompileRequest.of(
         ArtifactKind.JAX,

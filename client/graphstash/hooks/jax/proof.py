@@ -31,7 +31,7 @@ _SHOWN_CHARACTERS: Final = 60
 _PARTS: Final = frozenset(
     {
         *("jax", "jaxlib", "device_kind", "environment_before"),
-        *("libtpu", "libtpu_library", "megacore"),
+        *("libtpu", "libtpu_library", "megacore", "partitioned_by_rows"),
     }
 )
 """Parts of a TPU program's fingerprint, without JAX's key."""

@@ -10,6 +10,7 @@ import hashlib
 import platform
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,6 +24,7 @@ from graphstash.hooks.environment import (
     version_of,
 )
 from graphstash.hooks.labels import function_label, user_line
+from graphstash.hooks.partitioners import Partitioners
 from graphstash.hooks.pjrt.abi import (
     POINTER_BYTES,
     AheadOfTimeArgs,
@@ -167,8 +169,11 @@ class Fingerprints:
     Therefore the parts cover the environment at every client creation and compilation so far.
     """
 
-    def __init__(self, plugin: Plugin) -> None:
+    def __init__(
+        self, plugin: Plugin, partitioners: Callable[[], Partitioners | None] = lambda: None
+    ) -> None:
         self._plugin = plugin
+        self._partitioners = partitioners
         self._environment = EnvironmentStates(without=_PLUGIN_SELECTORS)
         self._threads: dict[int, str] = {}
 
@@ -194,7 +199,8 @@ class Fingerprints:
         """
         program = Program.from_address(args.program)
         code = view_of(program.code, program.code_size)
-        if not is_portable(code):
+        partitioners = self._partitioners()
+        if not is_portable(code) or (partitioners and partitioners.is_in_python(code)):
             return None
         self._environment.observe()
         options = bytes(view_of(args.options, args.options_size))
@@ -211,6 +217,8 @@ class Fingerprints:
             "api": f"{api.major}.{api.minor}",
             "machine": platform.machine(),
         }
+        if partitioners and (by_rows := partitioners.by_rows(code)):
+            parts["partitioned_by_rows"] = by_rows
         if topology.platform.lower() == "cpu":
             parts |= {"libc": libc(), "cpu_features": " ".join(cpu_features())}
             parts["threads"] = self._threads.get(args.client) or threads()

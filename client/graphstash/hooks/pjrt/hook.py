@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from graphstash._compile.cache import CompileCache
 from graphstash.hooks.import_hook import when_imported
+from graphstash.hooks.partitioners import Partitioners
 from graphstash.hooks.patching import Patches
 from graphstash.hooks.pjrt.abi import FIRST_MINOR, POINTER_BYTES, TRIED_MINORS, Function
 from graphstash.hooks.pjrt.plugins import Plugin, loaded_plugins, plugin_at
@@ -79,6 +80,7 @@ class PjrtHook:
         self._interceptors: dict[int, Interceptor | None] = {}
         self._patches = Patches()
         self._torch_xla: TorchXlaSeam | None = None
+        self._partitioners: Partitioners | None = None
         self._follow("torch_xla", self._attach_to_torch_xla)
         if not cache.config.wants_hook("jax"):
             self._follow("jax", self._attach_to_jax)
@@ -142,8 +144,11 @@ class PjrtHook:
 
         JAX 0.4.31 to 0.10.2 load all plug-ins by this function, with this name and these arguments.
         """
+        from jax._src import xla_bridge
         from jaxlib import xla_client
 
+        self._partitioners = Partitioners(xla_client, xla_bridge)
+        self._partitioners.observe(self._patches)
         self._patches.wrap(xla_client, "load_pjrt_plugin_dynamically", self._attach_before)
         for plugin in loaded_plugins():
             self._attach(plugin)
@@ -177,7 +182,9 @@ class PjrtHook:
                 from graphstash.hooks.pjrt.interceptor import Interceptor
 
                 try:
-                    interceptor = Interceptor(plugin, self._cache_now)
+                    interceptor = Interceptor(
+                        plugin, self._cache_now, partitioners=lambda: self._partitioners
+                    )
                 except OSError as error:
                     _log.warning("graphstash: %s is not shared: %s", plugin.path, error)
                     return

@@ -17,6 +17,7 @@ from typing import Any, Final, TypeVar
 
 from graphstash._compile.cache import CompileCache
 from graphstash._interrupts import raise_after
+from graphstash.hooks.partitioners import Partitioners
 from graphstash.hooks.pjrt.abi import (
     POINTER_BYTES,
     PROFILER_EXTENSION,
@@ -49,16 +50,23 @@ class Interceptor:
     """Owns the patches of the table of a plug-in, which has every function that `ClientCall` uses.
 
     `cache_now` returns the cache of this process, or None if it has none at the moment.
+    `partitioners` returns the partitioners that JAX has registered, or None without JAX.
 
     Raises:
         OSError: The kernel refuses a write to the table, here or in `close`.
     """
 
-    def __init__(self, plugin: Plugin, cache_now: Callable[[], CompileCache | None]) -> None:
+    def __init__(
+        self,
+        plugin: Plugin,
+        cache_now: Callable[[], CompileCache | None],
+        *,
+        partitioners: Callable[[], Partitioners | None] = lambda: None,
+    ) -> None:
         self._plugin = plugin
         self._cache_now = cache_now
         self._experience = Experience()
-        self._fingerprints = Fingerprints(plugin)
+        self._fingerprints = Fingerprints(plugin, partitioners)
         api = plugin.api
         self._compile = api.function(Function.CLIENT_COMPILE)
         stand_ins = {Function.CLIENT_COMPILE: self._client_compile}
