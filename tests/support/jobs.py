@@ -38,7 +38,12 @@ _IMPORTED = {
     ),
     "inductor": (
         *("torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.distributed"),
-        "torch._inductor.codecache:torch_key",
+        *("torch._inductor.codecache:torch_key", "triton.compiler.compiler:triton_key"),
+        "torch._inductor.cpu_vec_isa:valid_vec_isa_list",  # on processors with AMX, it compiles C++
+        "torch._inductor.cpp_builder:get_compiler_version_info.cache_clear",  # a job's g++ differs
+        "torch._inductor.fx_passes.joint_graph:lazy_init",
+        *("torch._inductor.codegen.common:init_backend_registration", "torch.utils.cpp_extension"),
+        *("sympy.tensor.tensor", "torch.fx.experimental.validator"),
     ),
     "jax": ("jax",),
     "pjrt": ("jax",),

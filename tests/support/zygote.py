@@ -1,7 +1,7 @@
 """A Python that imports the modules of its command line and forks a process for each request.
 
-The zygote also calls the functions that are named as `module:function`: they hash a compiler's own
-files, once per process.
+The zygote also calls the functions that are named as `module:function`. Each of them does once per
+process what does not depend on the job, such as hashing a compiler's own files.
 
 Importing torch_xla takes ten to twenty seconds of relocations, torch with its distributed parts
 four, JAX two, and the server one. A fork of a process that has imported them and has not touched a
@@ -159,9 +159,11 @@ def run_script(hook: str) -> None:
 if __name__ == "__main__":
     for name in sys.argv[2:]:
         module, _, function = name.partition(":")
-        imported = importlib.import_module(module)
-        if hasattr(imported, function):  # some versions lack it
-            getattr(imported, function)()
+        named: Any = importlib.import_module(module)
+        for part in filter(None, function.split(".")):
+            named = getattr(named, part, None)
+        if function and named:  # some versions lack it
+            named()
     if "torch_xla" in sys.modules:
         ends = sys.modules["torch_xla"]._prepare_to_exit
         atexit.unregister(ends)

@@ -16,6 +16,7 @@ from torch._inductor.runtime import autotune_cache
 
 if pretended := os.environ.get("PRETEND_ISA"):
     cpu_vec_isa.x86_isa_checker = pretended.split
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()  # filled before the fork of this process
 
 
 class _Net(nn.Module):
