@@ -4,9 +4,10 @@
 test. If a test runs on two databases, its PostgreSQL variant is extended unless the test is marked
 `sql`.
 
-Each xdist worker runs whole files, so the tests of a file share its servers and jobs. The files
-that took longest in the last run start first; pytest's cache stores these times. On a new machine,
-files whose tests have a longer timeout than usual start first.
+Each xdist worker runs whole files, so the tests of a file share its servers and jobs. Only the
+pages of the documentation are spread over the workers. The files that took longest in the last run
+start first; pytest's cache stores these times. On a new machine, files whose tests set a timeout
+start first.
 """
 
 import functools
@@ -41,6 +42,9 @@ os.umask(_UMASK)
 _ZYGOTES = pytest.StashKey[dict[str, object]]()
 _IMPORTED_BY_WORKERS = ("torch", "torch._dynamo", "torch._inductor.compile_fx")
 """Modules that every worker of a whole run imports. No plugin of pytest imports them."""
+
+_PAGES = "tests/docs/test_pages.py"
+"""Its tests share nothing and take longest. In one worker, they would determine a run's end."""
 
 _SECONDS = "graphstash/seconds_of_groups"
 _seconds_of_groups: Counter[str] = Counter()
@@ -114,7 +118,7 @@ def pytest_configure(config):
     hypothesis.settings.register_profile(
         "test", untimed, max_examples=50, derandomize=is_repeatable
     )
-    hypothesis.settings.register_profile("test-all", untimed, max_examples=300)
+    hypothesis.settings.register_profile("test-all", untimed, max_examples=100)
     hypothesis.settings.load_profile("test-all" if config.option.extended else "test")
 
 
@@ -210,11 +214,12 @@ def _is_on(item, database):
 def _group_of(nodeid):
     """Return the file of a test, or `xla` for tests that share a process that imports torch_xla.
 
-    These tests have torch_xla in their names or are in a file named `*_xla.py`.
+    These tests have torch_xla in their names or are in a file named `*_xla.py`. Each test of
+    `_PAGES` is a group.
     """
     file, _, test = nodeid.partition("::")
     is_on_xla = file.endswith("_xla.py") or "torch_xla" in test.partition("[")[0]
-    return "xla" if is_on_xla else file
+    return "xla" if is_on_xla else nodeid if file == _PAGES else file
 
 
 def _timeouts_of_groups(items):

@@ -10,7 +10,7 @@ import pytest
 
 from support.compiler_jobs import InductorJobs
 
-pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(900)]
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from support.postgres import EMPTY
 from support.release_before import python_of_release_before, sources_of_release_before
 from support.run_case import RUN_CASE, case_arguments
 
-pytestmark = [pytest.mark.extended, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.extended, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 JOBS = ROOT / "tests" / "support"

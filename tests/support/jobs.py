@@ -26,7 +26,7 @@ from support.waiting import PATIENT, until
 
 JOB = Path(__file__).with_name("job.py")
 TRAIN_JOB = Path(__file__).with_name("train_job.py")
-SECONDS = 240
+SECONDS = 800
 
 _IMPORTED = {
     "torch_xla": ("torch_xla",),
