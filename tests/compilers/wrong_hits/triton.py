@@ -371,7 +371,89 @@ def assembler(word):
 )
 
 
+_NEWEST = {"only_in": "torch-newest"}
+
+_OF_PROCESS = (
+    pair(
+        "GPU of the process, for which Triton does not compile",
+        f"""{_START}
+from triton.runtime import driver
+
+
+class Driver:
+    def get_current_target(self):
+        return GPUTarget("cuda", HERE, 32)
+
+
+@triton.jit
+def kernel(x):
+    if tl.target_info.cuda_capability_geq(9, 0):
+        tl.store(x, 1.0)
+    else:
+        tl.store(x, 2.0)
+
+
+driver.set_active(Driver())
+compile(kernel)
+""",
+        "90",
+        "80",
+        **_NEWEST,
+    ),
+    pair(
+        "file of Gluon",
+        """
+import os
+import shutil
+import sys
+
+import triton
+import triton.experimental
+
+shutil.copytree(os.path.dirname(triton.__file__) + "/experimental", "experimental")
+with open("experimental/gluon/language/_semantic.py", "a") as file:
+    file.write("FACTOR = HERE")
+triton.experimental.__path__[:] = [os.path.abspath("experimental")]
+for name in [name for name in sys.modules if name.startswith("triton.experimental.")]:
+    del sys.modules[name]
+
+from triton.backends.compiler import GPUTarget
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+
+@gluon.jit
+def kernel(x):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    at = gl.arange(0, 128, layout)
+    gl.store(x + at, gl.load(x + at) * 2)
+
+
+source = GluonASTSource(fn=kernel, signature={"x": "*fp32"}, constexprs={})
+triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+""",
+        **_NEWEST,
+    ),
+)
+
 _UNSHARED = (
+    *(
+        _compiles(
+            f"files of the user by the setting {setting}",
+            f"triton.knobs.propagate_env = False\ntriton.knobs.{setting} = {value}\n{_CALL}",
+            reason=f"{setting} is set",
+            **_NEWEST,
+        )
+        for setting, value in (("compilation.override", "True"), ("amd.swap_mir", "'mine'"))
+    ),
+    _reads(
+        "compiled function of another package",
+        "from zstandard import estimate_decompression_context_size as size\n\n@tl.core.builtin\n"
+        "def by(x, _builder=None, _semantic=None):\n    return size() * HERE",
+        "by(1)",
+        reason="may read settings",
+    ),
     *(
         _reads(
             f"attribute of the module {module} by its name",
@@ -507,6 +589,7 @@ PAIRS = with_extended(
         *_REPLACED,
         *all_in_one_process(_ARGUMENTS),
         *_ENVIRONMENT,
+        *_OF_PROCESS,
         *_UNSHARED,
         *_REVERSE,
     ),

@@ -1,13 +1,15 @@
 """The key of a Triton kernel's artifact: Triton's own key, and the settings that it omits.
 
-Triton's key hashes Triton's files, the kernel's source with its line number, the target with its
-architecture, the options with the contents of device libraries, ptxas' version and some environment
-variables. It omits others that change a kernel, on AMD most of them. This key contains every
-variable of Triton and its compilers (`_READ`) that may change a kernel, the values that a kernel
-reads (see `source`), and what a program replaced inside Triton (see `replaced`).
+Triton's key hashes the files of Triton's compilers and language, the kernel's source with its line
+number, the target with its architecture, the options with the contents of device libraries, ptxas'
+version and some environment variables. It omits others that change a kernel, on AMD most of them.
+This key contains every variable of Triton and its compilers (`_READ`) that may change a kernel, the
+values that a kernel reads (see `source`), what a program replaced inside Triton (see `replaced`),
+and the files of Gluon and of `triton.runtime`.
 """
 
 import re
+import sys
 from collections.abc import Mapping
 from functools import cache, partial
 from hashlib import sha256
@@ -76,6 +78,8 @@ def request_of(key: str, group: str, environ: Mapping[str, str], source: Any) ->
         "group": group,
         "values": values_in(source),
     }
+    if getattr(getattr(source, "language", None), "name", "") == "GLUON":
+        parts["gluon"] = read_part(partial(_digest_of_package, "triton.experimental.gluon"))
     if backend == "hip":
         parts |= library_parts(options_being_compiled())
     return CompileRequest.of(
@@ -111,7 +115,13 @@ def compiler_parts(environ: Mapping[str, str], backend: str, arch: Any) -> dict[
     }
     # Triton's key contains these, but torch loads the kernels in its graphs without that key.
     others = {f"env.{name}": value for name, value in get_cache_invalidating_env_vars().items()}
-    parts = {**others, **settings, "knobs": settings_of(environ), "ptxas": _ptxas(backend, arch)}
+    parts = {
+        **others,
+        **settings,
+        "knobs": settings_of(environ),
+        "ptxas": _ptxas(backend, arch),
+        "runtime": read_part(partial(_digest_of_package, "triton.runtime")),
+    }
     if replaced := replacements():
         parts["replaced"] = replaced
     return parts
@@ -131,6 +141,19 @@ def library_parts(options: Any) -> dict[str, str]:
         ),
         "linker": read_part(_sample_of_linker),
     }
+
+
+@cache
+def _digest_of_package(name: str) -> str:
+    """Return a digest of the Python files of a loaded package of Triton, which Triton's key omits.
+    The package parses kernels, or is their language.
+    """
+    digest = sha256()
+    for folder in map(Path, sys.modules[name].__path__):
+        for file in sorted(folder.rglob("*.py")):
+            content = sha256(file.read_bytes()).hexdigest()
+            digest.update(f"{file.relative_to(folder)} {content};".encode())
+    return digest.hexdigest()
 
 
 def _sample_of_linker() -> str:

@@ -7,8 +7,9 @@ there would run each other's kernel. A kernel whose values cannot be described i
 """
 
 import inspect
+import sys
 from collections.abc import Mapping
-from types import FrameType
+from types import BuiltinFunctionType, FrameType, FunctionType
 from typing import Any, Final
 
 import triton
@@ -30,6 +31,13 @@ __all__ = [
 _KNOBS: Final = ("amd", "compilation", "language", "nvidia", "runtime")
 """Groups of Triton's settings that its compilers read (3.4 and newer)."""
 
+_FOREIGN_CODE: Final = ("override", "swap_mir")
+"""Settings that add the user's files to the compilation."""
+
+_TARGET_INFO: Final = "triton.language.target_info"
+"""Module whose functions a kernel may call while Triton compiles it (3.4 and newer). They return
+facts about the GPU of this process, even if Triton compiles for another one."""
+
 
 class _Describer(CodeDescriber):
     def __init__(self) -> None:
@@ -38,7 +46,20 @@ class _Describer(CodeDescriber):
     def special(self, value: Any) -> str | None:
         if (type(value).__module__, type(value).__name__) == ("torch", "dtype"):
             return repr(value)
+        function = getattr(value, "__dict__", {}).get("fn", value)  # of a constexpr function
+        if isinstance(function, FunctionType) and function.__module__ == _TARGET_INFO:
+            active = function.__globals__["current_target"]()
+            return f"{_TARGET_INFO}.{function.__name__} on {active}"
+        if isinstance(value, BuiltinFunctionType) and self._may_read_state(value):
+            raise UndescribableError(f"{value.__module__}.{value.__name__} may read settings")
         return None
+
+    def _may_read_state(self, function: BuiltinFunctionType) -> bool:
+        """Return whether compiled code of another package may return different values, as
+        `torch.get_num_threads` does.
+        """
+        root = (function.__module__ or "builtins").partition(".")[0]
+        return not (self.is_known(root) or root == "numpy" or root in sys.stdlib_module_names)
 
 
 def source_being_compiled() -> Any:
@@ -115,7 +136,7 @@ def settings_of(environ: Mapping[str, str]) -> str:
     variable later, which does not change the setting.
 
     Raises:
-        CacheError: a setting is code without a description.
+        CacheError: a setting is code without a description, or adds the user's files.
     """
     knobs = getattr(triton, "knobs", None)
     settings = []
@@ -123,6 +144,8 @@ def settings_of(environ: Mapping[str, str]) -> str:
         held = getattr(knobs, group, None)
         for name, value in sorted(vars(held).items()) if held is not None else ():
             variable = getattr(vars(type(held)).get(name), "key", "")
+            if name in _FOREIGN_CODE and value:
+                raise _unshared(f"{group}.{name} is set")
             if type(value) in (bool, int, str, type(None)):
                 if not _matches(environ.get(variable), value):
                     settings.append(f"{group}.{name}={value!r}")
