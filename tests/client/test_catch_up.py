@@ -168,6 +168,7 @@ def test_own_server_receives_artifacts_compiled_before_its_start(run, tmp_path):
     assert (again["hits_host"], again["published"]) == (3, 3)
 
 
+@pytest.mark.extended
 def test_one_process_of_a_run_publishes_each_artifact_once(run, up):
     run("a")
     with up() as link:
@@ -592,6 +593,7 @@ def test_end_of_job_waits_for_a_held_upload_within_its_drain_time_only(run, runn
             assert job.wait(30) == 0
 
 
+@pytest.mark.extended
 def test_setting_ends_later_publication(run, up):
     run("a")
     with up() as link:

@@ -108,6 +108,7 @@ time.sleep(1000)
     until(lambda: not any(is_running(child) for child in children))
 
 
+@pytest.mark.extended
 def test_compile_seconds_of_all_processes_count_towards_the_limit(run):
     code = """
 import subprocess

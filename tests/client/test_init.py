@@ -142,14 +142,8 @@ def damage(home, how):
 @pytest.mark.parametrize(
     "how",
     [
-        *(
-            "readable by others",
-            "not TOML",
-            "not UTF-8",
-            "invalid address",
-            "token without address",
-        ),
-        *("other settings", "too large", "directory", "pipe"),
+        *("readable by others", "not TOML", "not UTF-8", "invalid address"),
+        *("token without address", "other settings", "too large", "directory", "pipe"),
     ],
 )
 def test_damaged_file_is_a_warning_once_and_no_more(home, how):

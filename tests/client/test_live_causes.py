@@ -12,6 +12,7 @@ from support.build_job import BUILD_PROGRAM
 from support.hostile import Middlebox
 from support.http_server import Answer
 from support.server import Server
+from support.tiers import most_extended
 from support.waiting import PATIENT
 
 JOB = (
@@ -159,7 +160,7 @@ def test_live_run_without_server_names_the_reason(run):
     assert lines == [f"missed step: {reason}"]
 
 
-@pytest.mark.parametrize("fault", ["hangs", "fails", "is unknown"])
+@pytest.mark.parametrize("fault", most_extended(["hangs", "fails", "is unknown"], quick=["hangs"]))
 def test_explanation_that_fails_costs_no_look_up(run, box, fault):
     """Otherwise the circuit breaker would open, and a busy answer would pause all calls."""
     run("a", *(f"build('old{number}_ns')" for number in range(4)))

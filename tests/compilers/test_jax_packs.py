@@ -65,6 +65,7 @@ LOOKS = """
     """
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("environment", VERSIONS)
 def test_thirty_small_programs_cost_a_job_four_requests(
     jax_program, server, namespace, environment

@@ -6,6 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
+import pytest
+
 from support.api import DEVICE
 from support.changes import execute
 from support.regions import envelope, read
@@ -124,6 +126,7 @@ def time_of(site, column, table):
     return datetime.fromisoformat(text)
 
 
+@pytest.mark.extended
 def test_download_of_a_killed_process_is_repeated_within_half_a_minute(world):
     may_end = threading.Event()
 
@@ -151,6 +154,7 @@ def test_download_of_a_killed_process_is_repeated_within_half_a_minute(world):
     assert read(region, 1).content == blob
 
 
+@pytest.mark.extended
 def test_downloads_of_another_process_take_no_slot(world):
     center, site = world.api(world.center), world.region("--workers", "2")
     for number in range(44):

@@ -186,6 +186,7 @@ main()
 """
 
 
+@pytest.mark.extended
 def test_no_worker_writes_after_one_detected_corruption(stored, start, connect, tmp_path):
     """As with a large database, whose check ends after the start."""
     cross_index(stored / DATABASE)

@@ -14,6 +14,7 @@ import pytest
 from graphstash_schema import Digest
 from graphstash_server.testing import LiveServer, ServerProcess
 from support.meter import Meter
+from support.tiers import most_extended
 from support.waiting import until
 from support.wire import Wire, put_head
 
@@ -51,7 +52,9 @@ def interrupt_twice(server):
     assert "Traceback" not in server.log
 
 
-@pytest.mark.parametrize("end", [ServerProcess.kill, interrupt_twice])
+@pytest.mark.parametrize(
+    "end", most_extended([ServerProcess.kill, interrupt_twice], quick=[ServerProcess.kill])
+)
 def test_end_under_load_keeps_acknowledged_artifacts_only(
     start, connect, stored_files, writers, end
 ):
@@ -171,6 +174,7 @@ def test_servers_started_at_once_share_a_data_directory_and_its_counters(
         assert sorted(found) == [200, 200, 200, 404, 404]
 
 
+@pytest.mark.extended
 def test_memory_stays_flat_while_large_artifacts_stream(start, connect):
     """The server streams 96 MiB in each direction without holding them in memory."""
     blob = bytes(range(256)) * 4096 * 96

@@ -132,6 +132,7 @@ def test_servers_recover_with_their_database(fleet, postgres, connect, problem):
         assert api.http.get("/readyz").status_code == 200
 
 
+@pytest.mark.extended
 def test_connections_to_database_stay_within_limit_under_load(fleet, postgres, database):
     query = (
         f"SELECT count(*) FROM pg_stat_activity WHERE datname = '{Path(database).name}' "

@@ -18,6 +18,11 @@ from support.waiting import until
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("s3_credentials")]
 
 _HOUR = 3600
+ON_BOTH = pytest.mark.parametrize(
+    ("s3", "database_url"),
+    [pytest.param("moto", "sqlite", marks=pytest.mark.extended), ("moto", "postgresql")],
+    indirect=True,
+)
 _SMALL, _IN_PARTS = b"an executable" * 100, bytes(17 * 1024**2)
 
 
@@ -129,9 +134,7 @@ async def test_deletion_delayed_by_an_hour_deletes_nothing_published_since(
 
 
 @pytest.mark.sql
-@pytest.mark.parametrize(
-    ("s3", "database_url"), [("moto", "sqlite"), ("moto", "postgresql")], indirect=True
-)
+@ON_BOTH
 async def test_first_attempt_of_repeated_deletion_deletes_nothing_published_since(
     opened, proxy, s3, bucket, monkeypatch
 ):
@@ -200,9 +203,7 @@ async def test_put_under_abandoned_name_is_not_acknowledged(opened, proxy, s3, b
 
 
 @pytest.mark.sql
-@pytest.mark.parametrize(
-    ("s3", "database_url"), [("moto", "sqlite"), ("moto", "postgresql")], indirect=True
-)
+@ON_BOTH
 async def test_failed_upload_keeps_used_blob_that_dead_server_had_claimed(opened, proxy):
     """A late deletion has deleted the first name of the blob, but not the next one."""
 

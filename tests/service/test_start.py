@@ -94,6 +94,7 @@ def test_server_with_tokens_may_listen_beyond_loopback(start, connect):
     assert status_with_printed_command(server) == 200
 
 
+@pytest.mark.extended
 def test_printed_command_names_the_database_without_its_password(start, postgres):
     environment = {"GRAPHSTASH_DATABASE_URL": postgres.new_database()}
     server = start("--auth", "tokens", environment=environment)

@@ -160,6 +160,7 @@ def test_unsampled_caller_is_not_recorded(traced, collector):
     assert [each for each in collector.spans if each.trace == "c" * 32] == []
 
 
+@pytest.mark.extended
 def test_caller_cannot_raise_sampling_ratio(tmp_path, collector):
     # One in ten million. A ratio samples ids that end in zeros first.
     sampling = {

@@ -417,6 +417,7 @@ def test_workers_that_fail_to_start_stop_a_rolling_restart_and_are_retried(start
     until(replaced(server, old))
 
 
+@pytest.mark.extended
 def test_server_whose_workers_cannot_start_exits_with_the_reason(tmp_path, process_environment):
     (tmp_path / "graphstash.sqlite3").write_bytes(b"this is not a database" * 500)
 

@@ -11,6 +11,7 @@ from graphstash.tuning.spaces import ParameterSpace
 from graphstash.tuning.targets.callable import CallableTarget
 from graphstash.tuning.tuner import search
 from support import trials
+from support.tiers import most_extended
 
 
 def line(size):
@@ -135,7 +136,7 @@ def test_known_findings_of_the_space_are_passed_on_and_not_measured_again(caplog
     assert 37 not in asked(result, finalists=0)
 
 
-@pytest.mark.parametrize("finalists", [1, 5])
+@pytest.mark.parametrize("finalists", most_extended([1, 5], quick=[5]))
 def test_finding_wins_only_after_measurement_here(finalists):
     known = [Measurement.of({"x": 95}, [1e-9]), Measurement.of({"x": 38}, [2.0])]
     result = run(measurements=1, finalists=finalists, known=known)

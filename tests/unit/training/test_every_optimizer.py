@@ -54,6 +54,7 @@ EVERY = {
 }
 HALVES = [torch.bfloat16, torch.float16]
 DTYPES = [*HALVES, torch.float64]
+WIDTHS = [torch.float32, torch.bfloat16]
 SHAPES = ((6, 4), (64, 64), (3, 2, 5, 2), (5,), ())
 every_optimizer = pytest.mark.parametrize("name", EVERY)
 ROOTS = {"Shampoo", "SOAP"}
@@ -272,7 +273,7 @@ def trained_in(name, dtype, *, found_inf=None):
     return tensors_of(parameters, optimizer)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", most_extended(WIDTHS, quick=WIDTHS[:1]), ids=str)
 @every_optimizer
 def test_parts_batches_and_selection_change_no_bit(name, dtype, monkeypatch):
     expected = trained_in(name, dtype)
