@@ -58,6 +58,7 @@ from graphstash_server.db.queries.tokens import TokenRow
 from graphstash_server.db.queries.usage import UsageChange
 from graphstash_server.db.tables import UtcTime, metadata
 from graphstash_server.keys import StoredKey
+from support.tiers import most_extended
 
 pytestmark = [pytest.mark.sql, pytest.mark.anyio]
 
@@ -433,7 +434,9 @@ def rows_of(node):
     return own + sum(map(rows_of, node.get("Plans", [])))
 
 
-@pytest.fixture(scope="module", params=["sqlite", "postgresql"])
+@pytest.fixture(
+    scope="module", params=most_extended(["sqlite", "postgresql"], quick=["postgresql"])
+)
 def stores(request, tmp_path_factory, is_extended):
     """A small store, and large ones without statistics, with stale ones, and with their own."""
 

@@ -40,6 +40,7 @@ def test_sums_equal_dense_all_reduce_and_bytes_equal_formula(run, settings):
     run("sums", count=10, **settings)
 
 
+@pytest.mark.extended
 def test_sums_over_ipv6_equal_dense_all_reduce(run):
     run("sums_on_ipv6", count=6)
 
@@ -187,6 +188,7 @@ def test_a_killed_process_ends_all_ranks_at_once_and_leaves_no_process(
     until(lambda: not any(map(is_running, children(tmp_path))))
 
 
+@pytest.mark.extended
 def test_a_killed_dedicated_aggregator_ends_all_ranks_within_the_bound(broken, secret, tmp_path):
     with dedicated(secret) as (killed, first), dedicated(secret) as (_, second):
         given = {"aggregators": [first, second], "secret_file": secret}

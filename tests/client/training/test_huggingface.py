@@ -100,7 +100,9 @@ def test_losses_equal_torchs_adamw(trainer, name):
     assert rates == [pytest.approx(0.01 * 0.8**n) for n in range(STEPS)]
 
 
-@pytest.mark.parametrize(("make", "when"), [(muon, None), (adamw, "forward")])
+@pytest.mark.parametrize(
+    ("make", "when"), [pytest.param(muon, None, marks=pytest.mark.extended), (adamw, "forward")]
+)
 def test_resumed_run_ends_at_the_same_bits(trainer, make, when):
     whole = trainer(make, save_strategy="steps", save_steps=3)
     ended = train(whole, when)
