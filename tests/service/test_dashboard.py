@@ -10,6 +10,7 @@ from axe_playwright_python.sync_playwright import Axe
 from support.browser import chromium
 from support.dashboard import CAUSE, JOB, Team, key_of
 from support.listener import Listener
+from support.tiers import most_extended
 from support.tokens import Guarded
 from support.waiting import until
 
@@ -125,17 +126,14 @@ SHOWN_OFTEN = ("overview", "run", "artifact of a stranger")
 """Pages that `make test` opens. `make test-all` opens every page."""
 
 
-@pytest.mark.parametrize(
-    ("size", "scheme"),
-    [pytest.param("desktop", "light", marks=pytest.mark.extended), ("phone", "dark")],
-)
+@pytest.mark.parametrize("size", most_extended(list(SIZES), quick=["phone"]))
 def test_every_page_is_accessible_fits_and_loads_nothing_from_elsewhere(
-    server, tab, paths, size, scheme, is_extended
+    server, tab, paths, size, is_extended
 ):
     """axe finds no violation, the page is no wider than the screen, and all requests go to this
     server. The console reports nothing, such as a violated Content-Security-Policy.
     """
-    visit = tab(size=size, color_scheme=scheme)
+    visit = tab(size=size, color_scheme="dark" if size == "phone" else "light")
     visit.sign_in(server.admin)
     for name in paths if is_extended else SHOWN_OFTEN:
         visit.complaints.clear()

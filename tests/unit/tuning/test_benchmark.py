@@ -36,14 +36,3 @@ def test_benchmark_replays_tables(tmp_path):
     assert all(cells["5.0% (4)"]["min"] >= 1 for cells in rows.values())
     assert "## made" in (tmp_path / "out" / "bench-tuning.md").read_text()
     assert (tmp_path / "out" / "bench-tuning.png").stat().st_size > 1000
-
-
-@pytest.mark.parametrize(
-    ("text", "message"), [("M,N\n1,2\n", "milliseconds"), (None, "no CSV files")]
-)
-def test_folder_without_tables_is_refused(tmp_path, capsys, text, message):
-    if text:
-        (tmp_path / "other.csv").write_text(text)
-    with pytest.raises(SystemExit) as refused:
-        bench(tmp_path, "--tables", str(tmp_path))
-    assert message in f"{refused.value} {capsys.readouterr().err}"
