@@ -100,25 +100,21 @@ def test_process_reports_its_compilations_and_its_hits(run, recorder, namespace)
     assert not any(b"hunter2" in request.body for request in recorder.requests)
 
 
-TRAINING = """
-import torch
-from graphstash.training import SGD, train
+STEPS = """
+from graphstash._process.session import record_step  # which the training loop calls
 
-build(1)
-model = torch.nn.Linear(2, 1)
-batches = [torch.ones(1, 2)] * 3
-for _ in range(2):
-    train(model, SGD(model.parameters(), lr=0.1), batches, steps=3, loss=lambda of, x: of(x).sum())
-    build(2)
+for number in (1, 2):
+    build(number)
+    record_step()
+build(3)
 """
 
 
-@pytest.mark.extended
 def test_report_tells_when_first_step_of_training_loop_and_last_program_were_ready(
     run, recorder, server, namespace
 ):
     run("a", "1", options=("--job", "mine"))
-    run("a", code=BUILD + TRAINING, options=("--job", "mine"))
+    run("a", code=BUILD + STEPS, options=("--job", "mine"))
 
     times = [
         RunTimes.model_validate(dict(parse_qsl(urlsplit(each.path).query)))

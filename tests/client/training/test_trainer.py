@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from graphstash import ConfigError, training
+from graphstash._process import session
 from support.device_reads import Reads
 from support.small_training import Seen, mse, problem, run
 
@@ -23,8 +24,11 @@ def plain_loop(steps, *, clip=lambda parameters: None):
     return tuple(losses), model
 
 
-def test_train_makes_the_steps_of_a_plain_loop():
+def test_train_makes_the_steps_of_a_plain_loop(monkeypatch):
+    recorded = []
+    monkeypatch.setattr(session, "record_step", lambda: recorded.append("first"))
     result, model = run(15)
+    assert recorded == ["first"]
     losses, plain_model = plain_loop(15)
     assert result.losses == losses
     for one, other in zip(model.parameters(), plain_model.parameters(), strict=True):
