@@ -138,6 +138,18 @@ def test_requests_over_the_rate_get_a_retry_after(api, connect, problem):
     assert other.get(1).status_code == 404
 
 
+def test_region_reads_withdrawals_over_the_rate(guarded, namespace, connect):
+    regional, writer = (
+        connect(guarded.url, namespace, guarded.token(grant))
+        for grant in ("read:*", f"write:{namespace}")
+    )
+    give(connect(guarded.url, namespace, guarded.token("admin:*")), requests_per_second=0.001)
+    path = f"/v1/{namespace}/withdrawals"
+    assert [writer.http.get(path).status_code for _ in range(2)] == [200, 429]
+    assert [regional.http.get(path).status_code for _ in range(2)] == [200, 200]
+    assert regional.get(1).status_code == 429
+
+
 def test_bucket_holds_the_requests_of_one_second_and_refills():
     clock = FakeClock()
     buckets = Buckets(seconds=clock.steady)

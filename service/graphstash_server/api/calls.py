@@ -159,14 +159,16 @@ def in_namespace(
     *,
     absent: Callable[[Request], ServerError] | None = None,
     named: Callable[[Request], str] = lambda request: str(request.path_params["namespace"]),
+    counts: Callable[[Principal], bool] = lambda _: True,
 ) -> Right[NamespaceCall]:
-    """Return the right to act in a namespace. Each call counts against the namespace's rate.
+    """Return the right to act in a namespace.
 
     Args:
         scope: scope that the call needs.
         absent: error for a caller without read access, as the call raises it if the requested
             object does not exist. Default: `hidden_namespace`.
         named: returns the namespace that a request names, not yet validated. Default: in the path.
+        counts: whether a caller's call counts against the namespace's rate. Default: each does.
     """
 
     async def check(request: Request) -> NamespaceCall:
@@ -188,7 +190,8 @@ def in_namespace(
 
     async def admit(request: Request) -> NamespaceCall:
         call = await check(request)
-        call.context.policies.admit(call.namespace, call.policy)
+        if counts(call.principal):
+            call.context.policies.admit(call.namespace, call.policy)
         return call
 
     return Right(

@@ -53,8 +53,9 @@ class ExpositionService:
     leases: LeaseService
     plausible_clock: PlausibleClock
     store_limit_bytes: int | None
-    region: Callable[[], Awaitable[tuple[bool, int]]] | None = None
-    """Returns whether the upstream answers, and the number of artifacts that wait for it."""
+    region: Callable[[], Awaitable[tuple[bool, int, int]]] | None = None
+    """Returns whether the upstream answers, the number of artifacts that wait for it, and the
+    number of namespaces with withdrawals that the region has not applied."""
 
     def __post_init__(self) -> None:
         self._asking: asyncio.Task[_Asked | None] | None = None
@@ -84,6 +85,7 @@ class ExpositionService:
         if region is not None:
             host.append(_gauge("upstream_up", "Whether the upstream answers.", region[0]))
             host.append(_gauge("upstream_queued", _QUEUED, region[1]))
+            host.append(_gauge("upstream_behind", _BEHIND, region[2]))
 
         def text() -> bytes:
             usage = {row[0]: UsageChange(*row[1:]) for row in rows}
@@ -125,9 +127,10 @@ class _Asked(NamedTuple):
 
     rows: Sequence[Row]
     held: int
-    region: tuple[bool, int] | None
+    region: tuple[bool, int, int] | None
 
 
+_BEHIND = "Namespaces with withdrawals of the upstream that this region has not applied."
 _QUEUED = "Artifacts of this region that its upstream does not have yet."
 _CLOCK_JUMP = "How far the clock is ahead of the time that the servers have recorded."
 _UNKNOWN = "Whether blobs are kept because the database knows fewer than half of them."

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
 
+from pydantic import ValidationError
+
 from graphstash_schema import Digest, InvalidValueError, Namespace
 from graphstash_schema.names import LIST_START, ListPosition
 from graphstash_schema.protocol import API_PREFIX
@@ -67,6 +69,8 @@ class Follower:
 
     def __post_init__(self) -> None:
         self._refusal = ""
+        self._newest: dict[Namespace, ListPosition] = {}
+        self._unknown_policies: set[Namespace] = set()
         self._compared: dict[Namespace, StoredKey] = {}
         """Last compared artifact of namespaces whose comparison is not finished."""
 
@@ -142,9 +146,10 @@ class Follower:
                 connection, "forget callers of the upstream", now=self.clock(), every=_PRUNE
             )
         self.client.mark_up()
+        self._newest = {name: owned.newest_withdrawal for name, owned in state.namespaces.items()}
         if is_turn:
+            await self._apply_withdrawals()
             await self._apply_policies(state)
-            await self._apply_withdrawals(state)
         if is_pruning:
             await self.access.prune()
 
@@ -179,30 +184,64 @@ class Follower:
     async def _apply_policies(self, state: UpstreamState) -> None:
         here = {each.namespace: each.policy for each in await self.policies.list_all()}
         for name, owned in state.namespaces.items():
-            policy = owned.known_policy
+            try:
+                policy = owned.known_policy
+            except ValidationError as error:
+                if name not in self._unknown_policies:
+                    _LOGGER.warning("the policy of %s is of a later release: %s", name, error)
+                self._unknown_policies.add(name)
+                continue
             if policy is not None and here.get(name) != policy:
                 await self.policies.put(name, policy, UPSTREAM)
         for name in here:
             if name not in state.namespaces or state.namespaces[name].policy is None:
                 await self.policies.remove(name, UPSTREAM)
 
-    async def _apply_withdrawals(self, state: UpstreamState) -> None:
+    async def count_behind(self) -> int:
+        """Return the number of followed namespaces with withdrawals that the last probe named and
+        that the region has not applied.
+        """
         async with self.database.reading() as connection:
             followed = await list_positions(connection)
-        for namespace, applied in followed.items():
-            owned = state.namespaces.get(namespace)
-            newest = LIST_START if owned is None else owned.newest_withdrawal
-            last, position = None, applied
-            while position not in (last, newest):
-                page = await self._page(namespace, position)
-                if page.is_complete:
-                    for entry in page.withdrawals:
-                        await self._withdraw(namespace, entry)
-                elif not await self._compare_some(namespace):
+        return sum(
+            position.number < self._newest.get(namespace, LIST_START).number
+            for namespace, position in followed.items()
+        )
+
+    async def _apply_withdrawals(self) -> None:
+        """Apply the withdrawals of all namespaces. One that fails delays no other one."""
+        async with self.database.reading() as connection:
+            followed = await list_positions(connection)
+        failed: dict[Namespace, Exception] = {}
+        for namespace, position in followed.items():
+            try:
+                await self._follow(namespace, position)
+            except (UpstreamError, ServerError) as error:
+                failed[namespace] = error
+                self.client.count("follow_failed")
+                if not self.client.is_up.is_set():
                     break
-                async with self.database.writing() as connection:
-                    await put_position(connection, namespace, page.position)
-                last, position = position, page.position
+        if failed:
+            _LOGGER.warning(
+                "could not apply the withdrawals of %d namespaces, will retry; of %s: %s",
+                len(failed),
+                *next(iter(failed.items())),
+            )
+
+    async def _follow(self, namespace: Namespace, position: ListPosition) -> None:
+        """Apply the withdrawals of a namespace after a position."""
+        newest = self._newest.get(namespace, LIST_START)
+        last = None
+        while position not in (last, newest):
+            page = await self._page(namespace, position)
+            if page.is_complete:
+                for entry in page.withdrawals:
+                    await self._withdraw(namespace, entry)
+            elif not await self._compare_some(namespace):
+                break
+            async with self.database.writing() as connection:
+                await put_position(connection, namespace, page.position)
+            last, position = position, page.position
 
     async def _page(self, namespace: Namespace, after: ListPosition) -> WithdrawalList:
         path = f"{API_PREFIX}/{namespace}/withdrawals?after={after}"

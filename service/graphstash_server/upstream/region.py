@@ -94,9 +94,15 @@ class Region:
         await self.fetches.close()
         await self.client.close()
 
-    async def gauges(self) -> tuple[bool, int]:
-        """Return whether the upstream answers, and the length of the queue."""
-        return self.client.is_up.is_set(), await self.publishes.count()
+    async def gauges(self) -> tuple[bool, int, int]:
+        """Return whether the upstream answers, the length of the queue, and the number of
+        namespaces with withdrawals that the region has not applied.
+        """
+        return (
+            self.client.is_up.is_set(),
+            await self.publishes.count(),
+            await self.follower.count_behind(),
+        )
 
     async def exchange(self, request: TokenExchange, *, credentials: str) -> TokenIssued:
         """Exchange a JWT at the upstream, which issues the token.
