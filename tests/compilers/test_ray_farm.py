@@ -1,7 +1,6 @@
 """`graphstash farm` compiles with the real libtpu on the hosts of a real Ray cluster."""
 
 import re
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -13,40 +12,29 @@ from support.server import Server
 KEY = re.compile(r"jax/tpu-v5_lite-2x2x1/[0-9a-f]{64}")
 
 
-@contextmanager
-def farming(folder, case):
-    """Yield the case's report, and the server."""
+@pytest.fixture(scope="module")
+def farmed(tmp_path_factory):
+    """The reports of all farms, and the server."""
+    folder = tmp_path_factory.mktemp("farms")
     with (
         Server(folder / "server") as server,
         CompilerJobs(folder, cases="ray_farm", environment="ray", under="python") as jobs,
     ):
-        report = jobs.run("host", case, {"folder": folder, "url": server.url}).report
+        report = jobs.run("host", "farmed", {"folder": folder, "url": server.url}).report
         yield SimpleNamespace(report=report, server=server)
 
 
-@pytest.fixture(scope="module")
-def proved(tmp_path_factory):
-    with farming(tmp_path_factory.mktemp("proved"), "proved") as farmed:
-        yield farmed
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory):
-    with farming(tmp_path_factory.mktemp("shared"), "shared") as farmed:
-        yield farmed
-
-
 @pytest.mark.extended
-def test_job_with_another_libtpu_proves_nothing(proved):
-    status, (outcome,) = proved.report["other libtpu"]
+def test_job_with_another_libtpu_proves_nothing(farmed):
+    status, (outcome,) = farmed.report["other libtpu"]
     assert (status, outcome["state"], outcome["key"]) == (1, "unproved", "")
     assert "differs in libtpu (0.0.42.1 here, 0.0.1 there)" in outcome["reason"]
-    assert proved.server.stats("other")["puts"] == 1  # the job's own
+    assert farmed.server.stats("other")["puts"] == 1  # the job's own
 
 
 @pytest.mark.extended
-def test_only_proved_program_is_compiled_and_other_requests_say_why_not(proved):
-    status, outcomes = proved.report["several"]
+def test_only_proved_program_is_compiled_and_other_requests_say_why_not(farmed):
+    status, outcomes = farmed.report["several"]
     assert status == 1
     assert [each["state"] for each in outcomes] == ["compiled", "unproved", "failed", "failed"]
     assert KEY.fullmatch(outcomes[0]["key"])
@@ -57,20 +45,20 @@ def test_only_proved_program_is_compiled_and_other_requests_say_why_not(proved):
 
 
 @pytest.mark.extended
-def test_two_farms_at_once_compile_a_program_once(shared):
-    *results, key = shared.report["two"]
+def test_two_farms_at_once_compile_a_program_once(farmed):
+    *results, key = farmed.report["two"]
     outcomes = [outcome for _, (outcome,) in results]
     assert [status for status, _ in results] == [0, 0]
     assert sorted(each["state"] for each in outcomes) == ["compiled", "present"]
     assert {each["key"] for each in outcomes} == {key}  # as `prewarm` computes it
-    assert shared.server.stats("two")["puts"] == 2  # with the job's own
+    assert farmed.server.stats("two")["puts"] == 2  # with the job's own
 
 
 @pytest.mark.extended
-def test_compilation_of_a_killed_worker_is_repeated(shared):
-    status, (outcome,) = shared.report["after a death"]["result"]
+def test_compilation_of_a_killed_worker_is_repeated(farmed):
+    status, (outcome,) = farmed.report["after a death"]["result"]
     assert (status, outcome["state"]) == (0, "compiled")
-    assert shared.report["after a death"]["tries"] == 2
+    assert farmed.report["after a death"]["tries"] == 2
 
 
 def test_without_ray_the_error_names_the_extra():

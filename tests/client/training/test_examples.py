@@ -42,8 +42,8 @@ def train_digits(monkeypatch, tmp_path):
     [
         (("--optimizer", "SGD", "--steps", "100"), 1e-3),
         (("--optimizer", "AdamW", "--steps", "100"), 1e-3),
-        (("--precision", "bf16", "--steps", "50"), 1e-2),
-        (("--precision", "fp16", "--steps", "50"), 1e-2),
+        (("--precision", "bf16", "--steps", "30"), 1e-2),
+        (("--precision", "fp16", "--steps", "30"), 1e-2),
     ],
 )
 def test_every_loop_learns_the_digits_with_equal_losses(train_digits, options, tolerance):

@@ -97,24 +97,20 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def proved(*, folder: str, url: str) -> dict[str, Any]:
-    """Return the results of a farm whose job has another libtpu, and of one with a proof for one of
-    two topologies.
+def farmed(*, folder: str, url: str) -> dict[str, Any]:
+    """Return the results of farms, by what happens to them.
+
+    A job with another libtpu proves nothing, and a job with the same one proves one of two
+    topologies. Two farms run at once. The worker of the last farm dies.
     """
     farm = Farm(Path(folder), url)
     words = ("--topology", TOPOLOGY, f"{MODULE}:wider_step")
     publish_as_a_job(url, "other", libtpu="0.0.1")
-    report = {"other libtpu": farm.run("other", *words)}
+    report: dict[str, Any] = {"other libtpu": farm.run("other", *words)}
     publish_as_a_job(url, "farm")
     report["several"] = farm.run("farm", *words, "--topology", "v5e:2x4", f"{MODULE}:a_string")
-    farm.cluster.shutdown()
-    return report
-
-
-def shared(*, folder: str, url: str) -> dict[str, Any]:
-    """Return the results of two farms at once, and of one whose worker dies."""
-    farm = Farm(Path(folder), url)
-    report = {"two": two_at_once(farm), "after a death": after_a_death(farm)}
+    report["two"] = two_at_once(farm)
+    report["after a death"] = after_a_death(farm)
     farm.cluster.shutdown()
     return report
 
