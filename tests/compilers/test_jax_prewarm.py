@@ -48,7 +48,7 @@ def test_a_train_step_is_compiled_for_a_tpu_and_published(first, server):
     assert first["compile_seconds"] > 0
     assert first["raw_size_bytes"] > first["size_bytes"] > 0
     assert first["key"].startswith("jax/tpu-v5_lite-2x2x1/")
-    answer = httpx.get(f"{server.url}/v1/jax-prewarm/artifacts/{first['key']}", timeout=10)
+    answer = httpx.get(f"{server.url}/v1/jax-prewarm/artifacts/{first['key']}", timeout=60)
     assert answer.status_code == 200
     assert len(answer.content) == first["size_bytes"]
 

@@ -362,7 +362,7 @@ class Pod:
                 stderr=log,
                 env=self.environment(container),
             )
-        until(lambda: self.probe("startupProbe") or self.process.poll() is not None, seconds=90)
+        until(lambda: self.probe("startupProbe") or self.process.poll() is not None)
         assert self.process.poll() is None, (self.directory / "log").read_text()
 
     def probe(self, name):

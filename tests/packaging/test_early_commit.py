@@ -166,7 +166,7 @@ class Job:
     def go_on(self):
         """Return once the job has stored four further artifacts."""
         goal = self.stored + 4
-        until(lambda: self._process.poll() is not None or self.stored >= goal, seconds=120)
+        until(lambda: self._process.poll() is not None or self.stored >= goal)
         assert self._process.poll() is None, self._errors.read_text()
 
     def end(self):

@@ -74,7 +74,7 @@ def test_withdrawals_and_publishes_of_a_partition_arrive(world, site):
         number: blobs[number] for number in (2, 3)
     }
     world.center.start()
-    until(lambda: site.events(world.admin)["queued"] == 0, seconds=90)
+    until(lambda: site.events(world.admin)["queued"] == 0)
     assert center.get(3).content == blobs[3]
     assert [read(each, 1).status_code for each in (center, region)] == [404, 404]
 
@@ -89,7 +89,7 @@ def test_clock_that_is_set_during_a_partition_delays_nothing(world, tmp_path):
         assert region.put(envelope(region, number), number).status_code == 201
         assert region.acquire(10 + number).status_code == 201
     world.center.start()
-    until(lambda: site.events(world.admin)["queued"] == 0, seconds=90)
+    until(lambda: site.events(world.admin)["queued"] == 0)
     for number in range(3):
         assert center.get(number).content == envelope(center, number)
     assert center.delete(1).status_code == 204

@@ -26,7 +26,7 @@ def test_bytes_that_the_upstream_withholds_are_refused_while_it_is_away(world):
     # Other bytes for the key may serve the region until the upstream decides.
     assert region.put(good, 1).status_code == 201
     world.center.start()
-    until(lambda: site.events(world.admin)["queued"] == 0, seconds=90)
+    until(lambda: site.events(world.admin)["queued"] == 0)
     assert [read(each, 1).status_code for each in (center, region)] == [404, 404]
     assert site.events(world.admin)["publish_conflict"] == 1
 
@@ -74,7 +74,7 @@ def test_queued_bytes_are_sent_only_after_the_withdrawals_of_the_partition(world
         there.withhold(wrong, 4)
     is_queued.append(True)
     world.center.start()
-    until(lambda: site.events(world.admin)["queued"] == 0, seconds=90)
+    until(lambda: site.events(world.admin)["queued"] == 0)
     for number in (1, 4):
         assert [read(each, number).status_code for each in (center, region)] == [404, 404]
     assert site.events(world.admin)["publish_gone"] == 2

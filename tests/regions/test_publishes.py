@@ -40,7 +40,7 @@ def test_publishes_survive_the_death_of_both_servers(world, request, database):
     assert {number: read(region, number).content for number in blobs} == blobs
     world.center.start()
     center = world.api(world.center)
-    until(lambda: site.events(world.admin)["queued"] == 0, seconds=90)
+    until(lambda: site.events(world.admin)["queued"] == 0)
     assert {number: center.get(number).content for number in blobs} == blobs
     assert center.head(3).headers["graphstash-metadata"]
     assert site.events(world.admin)["publish_sent"] == 6
@@ -54,7 +54,7 @@ def test_first_artifact_at_the_upstream_replaces_those_of_all_regions(world):
         assert region.put(envelope(region, 1, b"of %d" % number), 1).status_code == 201
     world.center.start()
     for site in sites:
-        until(lambda site=site: site.events(world.admin)["queued"] == 0, seconds=90)
+        until(lambda site=site: site.events(world.admin)["queued"] == 0)
     first = world.api(world.center).get(1).content
     assert first in {envelope(regions[0], 1, b"of %d" % number) for number in range(2)}
     assert {read(region, 1).content for region in regions} == {first}
@@ -75,7 +75,7 @@ def test_queued_artifacts_are_not_evicted(world):
     assert region.put(envelope(region, 2, b"y" * 60_000), 2).status_code == 507
     assert read(region, 1).content == first
     world.center.start()
-    until(lambda: site.events(world.admin)["queued"] == 0, seconds=90)
+    until(lambda: site.events(world.admin)["queued"] == 0)
     assert region.put(envelope(region, 2, b"y" * 60_000), 2).status_code == 201
 
 
@@ -91,7 +91,7 @@ def test_queued_artifact_of_a_token_that_is_revoked_meanwhile_ends_in_the_region
     execute(world.center.database_url, revoked)
     world.center.start()
     center = world.api(world.center)
-    until(lambda: site.events(world.admin)["queued"] == 0, seconds=90)
+    until(lambda: site.events(world.admin)["queued"] == 0)
     assert [center.get(number).status_code for number in (1, 2)] == [404, 200]
     assert [read(admin, number).status_code for number in (1, 2)] == [404, 200]
 
@@ -126,7 +126,7 @@ def test_publish_that_the_upstream_never_takes_stays_in_the_region(world):
     assert region.put(blob, 1).status_code == 201
     world.center.environment["GRAPHSTASH_MAX_ARTIFACT_BYTES"] = "5000"
     world.center.start()
-    until(lambda: site.events(world.admin)["queued"] == 0, seconds=90)
+    until(lambda: site.events(world.admin)["queued"] == 0)
     assert site.events(world.admin)["publish_dropped"] == 1
     assert read(region, 1).content == blob
     assert center.get(1).status_code == 404

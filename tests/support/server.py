@@ -22,14 +22,14 @@ class Server(ServerProcess):
     def leases_held(self, namespace: str = "") -> int:
         """Return the number of callers with the right to compile, in one namespace or in all."""
         if namespace:
-            answer = httpx.get(f"{self.url}/v1/{namespace}/leases", timeout=10).json()
+            answer = httpx.get(f"{self.url}/v1/{namespace}/leases", timeout=60).json()
             return len(answer["leases"])
-        answer = httpx.get(f"{self.url}/v1/stats", timeout=10).json()
+        answer = httpx.get(f"{self.url}/v1/stats", timeout=60).json()
         return int(answer["leases_held"])
 
     def stats(self, namespace: str) -> dict[str, Any]:
         """Return the counters of a namespace; zeros for an unknown namespace."""
-        answer = httpx.get(f"{self.url}/v1/stats", timeout=10).json()
+        answer = httpx.get(f"{self.url}/v1/stats", timeout=60).json()
         for row in answer["namespaces"]:
             if row["namespace"] == namespace:
                 return row

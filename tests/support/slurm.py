@@ -99,13 +99,13 @@ class Slurm:
     def finish(self, job: str) -> str:
         """Wait for the job's end and for its epilog, and return its state."""
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-        until(lambda: self.field("JobState", job=job) in ended, seconds=120)
+        until(lambda: self.field("JobState", job=job) in ended)
         self.until_idle()
         return self.field("JobState", job=job)
 
     def until_idle(self) -> None:
         """Wait until the node can take jobs and runs none: no prolog or epilog, and not drained."""
-        until(lambda: self.run("sinfo", "--noheader", "--format=%T") == "idle", seconds=60)
+        until(lambda: self.run("sinfo", "--noheader", "--format=%T") == "idle")
 
     def logs(self) -> str:
         return "\n".join(path.read_text() for path in sorted(self.directory.glob("*.log")))

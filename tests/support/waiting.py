@@ -27,7 +27,7 @@ def variables_of(config: ClientConfig) -> dict[str, str]:
     }
 
 
-def until(holds: Callable[[], object], *, seconds: float = 60) -> None:
+def until(holds: Callable[[], object], *, seconds: float = 300) -> None:
     """Wait until `holds()` is true. Fail after `seconds`.
 
     The pauses grow with the wait, because many callers ask a server.
@@ -41,4 +41,4 @@ def until(holds: Callable[[], object], *, seconds: float = 60) -> None:
 
 def until_waiting(url: str, count: int = 1) -> None:
     """Wait until callers wait on a server that no other test uses meanwhile."""
-    until(lambda: httpx.get(f"{url}/v1/stats", timeout=10).json()["waiters"] >= count)
+    until(lambda: httpx.get(f"{url}/v1/stats", timeout=60).json()["waiters"] >= count)

@@ -92,7 +92,7 @@ def _leases_held(url: str) -> int:
     namespace = os.environ["GRAPHSTASH_NAMESPACE"]
     deadline = time.monotonic() + 30
     while True:
-        leases = httpx.get(f"{url}/v1/{namespace}/leases", timeout=10).json()["leases"]
+        leases = httpx.get(f"{url}/v1/{namespace}/leases", timeout=60).json()["leases"]
         held = len(leases)
         if held == 0 or time.monotonic() > deadline:
             return held

@@ -115,7 +115,7 @@ def failing(*, go: str) -> dict[str, Any]:
 
         def make_ir(self, *_: object) -> NoReturn:
             server, namespace = (os.environ[f"GRAPHSTASH_{name}"] for name in ("URL", "NAMESPACE"))
-            held = httpx.get(f"{server}/v1/{namespace}/leases", timeout=10).json()["leases"]
+            held = httpx.get(f"{server}/v1/{namespace}/leases", timeout=60).json()["leases"]
             Path(f"{go}.compiling").write_text(str(len(held)))
             raise ValueError("this kernel cannot be compiled")
 
