@@ -6,6 +6,7 @@ import pytest
 
 from compilers.wrong_hits.hosts import Host
 from compilers.wrong_hits.pairs import Relation
+from compilers.wrong_hits.triton import WITH_ASSEMBLER
 
 
 @pytest.mark.extended
@@ -25,3 +26,11 @@ def test_program_beside_artifacts_of_another_computes_the_same_bits(name, enviro
             served += ran.hits > 0 and pair.relation is Relation.EQUAL
     assert wrong == []
     assert served > 0
+
+
+@pytest.mark.parametrize(("change", "hits"), [("", 1), ('echo "# another" >> "$0"', 0)])
+def test_kernel_is_not_published_if_its_assembler_changes_meanwhile(change, hits, tmp_path):
+    program = WITH_ASSEMBLER.replace("CHANGE", change)
+    with Host("triton", tmp_path / "host", seed=1) as host:
+        host.run(program, tmp_path / "tier")
+        assert host.run(program, tmp_path / "tier").hits == hits

@@ -11,7 +11,7 @@ from compilers.wrong_hits.pairs import (
     with_extended,
 )
 
-__all__ = ["PAIRS", "VERSIONS", "forget", "install", "prepare"]
+__all__ = ["PAIRS", "VERSIONS", "WITH_ASSEMBLER", "forget", "install", "prepare"]
 
 VERSIONS = {"3.3.0": "", "3.9.0": "torch-newest"}
 """Environment by Triton's version; empty is the tests' own."""
@@ -69,6 +69,21 @@ def kernel(x):
 
 compile(kernel)
 """
+
+
+_ASSEMBLER = """
+path = os.path.abspath("ptxas")
+with open(path, "w") as file:
+    file.write(f'''#!/bin/sh
+case "$*" in *--version*) ;; *) CHANGE ;; esac
+exec "{os.path.dirname(triton.__file__)}/backends/nvidia/bin/ptxas" "$@"
+''')
+os.chmod(path, 0o755)
+os.environ |= {"TRITON_PTXAS_PATH": path, "TRITON_CACHE_DIR": os.path.abspath("cache")}
+"""
+
+WITH_ASSEMBLER = f"{_START}{_ASSEMBLER}{_STORE}".replace("EXPRESSION", "2.0")
+"""A program with its own assembler, which runs the shell's command `CHANGE` while it assembles."""
 
 
 def _reads(name: str, before: str, expression: str, *values: str, **how: Any) -> Pair:

@@ -172,6 +172,12 @@ class SharedKernel:
         try:
             children = {name: written[name] for name in names}
             payload = pack_kernel(group, children, key=self._key)
+            # Triton reads variables, settings and ptxas after the look-up.
+            now = request_of(self._key, group, os.environ, source_being_compiled())
+            if now.key != miss.request.key:
+                why = f"{group} is not shared: its key changed while Triton compiled it"
+                self._kernels.refuse(miss.request, CacheError(Reason.UNSHAREABLE, why))
+                return
             self._kernels.exchange.put(miss.request, payload)
         except KeyError as error:
             _log.debug("%s is not published: %s was never written", group, error)
