@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from graphstash.hooks.environment import EnvironmentStates, environment_parts
+from graphstash.hooks.environment import EnvironmentStates, environment_parts, omitted_flags
 from graphstash.hooks.mappings import memory_mappings
 
 
@@ -62,6 +62,23 @@ def test_every_earlier_state_is_a_part(monkeypatch):
     found = [observed(monkeypatch, *values) for values in orders]
     assert all(each["env.XLA_RNG_BIT_GENERATOR"] == "philox" for each in found)
     assert len({each.get("environment_before") for each in found}) == len(found)
+
+
+def test_order_of_libtpus_flags_counts_if_one_is_repeated():
+    def omitted(*flags):
+        return omitted_flags({"LIBTPU_INIT_ARGS": " ".join(flags)})
+
+    assert omitted("--a=1", "--a=2") != omitted("--a=2", "--a=1")
+    assert omitted("--a=1", "--b=2") == omitted("--b=2", "--a=1") == {}
+
+
+def test_parts_contain_files_that_flags_name_but_not_those_that_they_write(tmp_path):
+    def parts(flag, content):
+        (tmp_path / "file").write_text(content)
+        return environment_parts({"LIBTPU_INIT_ARGS": f"--{flag}={tmp_path}/file"})
+
+    assert parts("flagfile", "--a=1") != parts("flagfile", "--a=2")
+    assert parts("results_to_dump", "1") == parts("results_to_dump", "2")
 
 
 def test_a_variable_that_is_left_out_changes_no_state(monkeypatch):

@@ -22,6 +22,7 @@ __all__ = [
     "environment_parts",
     "installed_pjrt_plugins",
     "libc",
+    "omitted_flags",
     "read_part",
     "sample_of",
     "threads",
@@ -55,6 +56,11 @@ _FLAGS: Final = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _MAX_NAME_LENGTH: Final = 60
 """Maximum length of a variable's name, so that a part's name has at most 64 characters."""
 
+_INITIAL_FLAGS: Final = "env.LIBTPU_INIT_ARGS"
+
+_OUTPUT_FLAG: Final = re.compile(r"cache|dump")
+"""Part of the names of flags with files that XLA writes, or that contain only its own results."""
+
 _DUMP_FLAG: Final = re.compile(r"--xla_dump_\w+(=\S*)?")
 
 _SAMPLE_BYTES: Final = 1024**2
@@ -78,21 +84,37 @@ def environment_parts(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that change an executable, as parts named `env.<NAME>`.
 
     Omits `--xla_dump_*` flags, which do not change the executable. Includes the contents of a flag
-    file that `XLA_FLAGS` names, because compilers hash at most its name.
+    file that `XLA_FLAGS` names, and digests of the files that flags name, such as
+    `--xla_gpu_ptx_file` and `--flagfile`, because compilers hash at most their names.
     """
     parts = {}
+    files = []
     for name, value in environ.items():
         if len(name) <= _MAX_NAME_LENGTH and _is_read(name):
             tokens = _DUMP_FLAG.sub("", value).split()
             if all(token.startswith("-") for token in tokens):  # `--flag value` must stay in order
                 # Sort by flag, not by token: the last occurrence of a repeated flag counts.
                 tokens.sort(key=_flag)
+            if name in _FLAGS:
+                files += [each for token in tokens if (each := _file_of(token))]
             if tokens or name not in _FLAGS:  # no flags: like an absent variable
                 parts[f"env.{name}"] = " ".join(tokens)
             if name == "XLA_FLAGS":
                 for file in (token for token in tokens if not token.startswith("-")):
                     parts["xla_flag_file"] = read_part(partial(Path(file).read_text, "utf-8"))
+    if files:
+        parts["flag_files"] = " ".join(files)
     return parts
+
+
+def omitted_flags(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return what JAX's key omits of the flags: the contents of files, and the order of repeated
+    flags of libtpu. JAX sorts the flags, but the last value counts.
+    """
+    parts = environment_parts(environ)
+    flags = [*map(_flag, parts.get(_INITIAL_FLAGS, "").split())]
+    found = {"flag_files"} | ({_INITIAL_FLAGS} if len(set(flags)) < len(flags) else set())
+    return {name: value for name, value in parts.items() if name in found}
 
 
 class EnvironmentStates:
@@ -224,6 +246,14 @@ def cpu_device_type() -> DeviceType:
 
 def _is_read(name: str) -> bool:
     return bool(_READ.fullmatch(name)) and not _SAME_EXECUTABLE.fullmatch(name)
+
+
+def _file_of(token: str) -> str:
+    """Return a flag with a digest of the file that it names, or an empty string."""
+    flag, _, value = token.partition("=")
+    if not value or _OUTPUT_FLAG.search(flag) or not Path(value).is_file():
+        return ""
+    return f"{flag}={read_part(lambda: hashlib.sha256(Path(value).read_bytes()).hexdigest())}"
 
 
 def _flag(token: str) -> str:

@@ -125,6 +125,12 @@ _SETTINGS = (
         "os.environ['XLA_FLAGS'] = '--xla_force_host_platform_device_count=4'",
     ),
     _setting(
+        "contents of a file that a flag names",
+        "open('mine.ptx', 'w').write('HERE'); flags('--xla_gpu_ptx_file=mine.ptx')",
+        "one",
+        "another",
+    ),
+    _setting(
         "optimization",
         "jax.config.update('jax_disable_most_optimizations', HERE)",
         "False",

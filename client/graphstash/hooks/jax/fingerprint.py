@@ -9,6 +9,7 @@ and the topology (`jax._src.cache_key`). The fingerprint adds:
 - The version of libtpu, which JAX's key omits before 0.6 (jax-ml/jax#27814), and a sample of the
   loaded libtpu, which TPU_LIBRARY_PATH may name. On TPU v4, the variable that joins two cores.
 - The versions of the GPU's driver and libraries, see `device_libraries`.
+- The contents of files that flags name, and the order of libtpu's flags if one is repeated.
 - Which of the program's custom calls XLA partitions by rows, see `partitioners`.
 """
 
@@ -45,6 +46,7 @@ def request_of(jax_key: str, program: Program, *, label: str = "") -> CompileReq
         "jaxlib": version_of("jaxlib"),
         "device_kind": str(program.device.device_kind),
         **program.environment,
+        **environment.omitted_flags(os.environ),
     }
     if program.platform == "cpu" or not program.is_watched:
         parts["cpu_features"] = " ".join(environment.cpu_features())
