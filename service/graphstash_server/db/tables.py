@@ -260,7 +260,9 @@ recorded_times = Table(
     Column("name", String(64), primary_key=True, comment="of a clock"),
     Column("recorded_at", UtcTime, nullable=False),
 )
-"""The recorded time: it follows the clock at a limited pace (see `services.plausible_clock`)."""
+"""The recorded time, which follows the clock at a limited pace (see `services.plausible_clock`),
+and when a server last dropped an artifact without its blob (see `services.maintenance.reconciler`).
+"""
 
 identifiers = Table(
     "identifiers",

@@ -81,7 +81,8 @@ class HostCounters:
 
     Attributes:
         corruption: the first damage to the database that a worker found.
-        unknown_blobs: why the reconciler keeps blobs without an artifact; None if it deletes them.
+        unknown_blobs: why the reconciler keeps blobs without an artifact and artifacts without a
+            blob; None if it removes them.
         rates: token buckets of the namespaces with a request rate.
         protected: token buckets for look-ups that protect artifacts, per caller and per namespace.
     """

@@ -133,7 +133,7 @@ class _Asked(NamedTuple):
 _BEHIND = "Namespaces with withdrawals of the upstream that this region has not applied."
 _QUEUED = "Artifacts of this region that its upstream does not have yet."
 _CLOCK_JUMP = "How far the clock is ahead of the time that the servers have recorded."
-_UNKNOWN = "Whether blobs are kept because the database knows fewer than half of them."
+_UNKNOWN = "Whether the servers keep blobs and artifacts because database and store disagree."
 _DATABASE_UP = "Whether the database answered this scrape."
 
 

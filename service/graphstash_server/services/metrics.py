@@ -51,8 +51,8 @@ class Readiness(NamedTuple):
         locks: whether transactions of any server wait in the database. The server stays ready,
             because other requests continue.
         clock: whether the servers may delete by age.
-        unknown_blobs: whether the servers delete blobs without an artifact, as of the last
-            comparison on this host.
+        unknown_blobs: whether the servers remove blobs without an artifact and artifacts without a
+            blob, as of the last comparison on this host.
         store_limit: whether the servers evict for the store's limit. If the limit is doubtful
             (`LimitDoubts`), they do not, and if there is a hard limit, they refuse uploads.
     """

@@ -13,13 +13,17 @@ from graphstash_server.db.tables import chores, recorded_times, suspensions
 __all__ = [
     "Suspension",
     "drop_suspension",
+    "last_healing",
     "list_suspensions",
     "lock_recorded_time",
+    "record_healing",
     "record_time",
     "save_suspension",
 ]
 
 _NAME = "plausible"
+
+_HEALING = "healing"
 
 
 class Suspension(NamedTuple):
@@ -62,6 +66,20 @@ async def record_time(connection: AsyncConnection, at: datetime) -> None:
     await connection.execute(
         update(recorded_times).where(recorded_times.c.name == _NAME).values(recorded_at=at)
     )
+
+
+async def record_healing(connection: AsyncConnection, at: datetime) -> None:
+    """Record when an artifact was last dropped because its blob was absent or damaged."""
+    await connection.execute(
+        upsert(connection, recorded_times, {"name": _HEALING, "recorded_at": at})
+    )
+
+
+async def last_healing(connection: AsyncConnection) -> datetime | None:
+    """Return when an artifact was last dropped because its blob was absent or damaged."""
+    healed = select(recorded_times.c.recorded_at).where(recorded_times.c.name == _HEALING)
+    found: datetime | None = await connection.scalar(healed)
+    return found
 
 
 async def list_suspensions(connection: AsyncConnection) -> Sequence[Suspension]:

@@ -29,6 +29,7 @@ from graphstash_server.db.queries.artifacts import (
 from graphstash_server.db.queries.audit import AuditRecord, add_audit
 from graphstash_server.db.queries.deletions import add_deletions
 from graphstash_server.db.queries.locks import share_blobs
+from graphstash_server.db.queries.recorded_times import record_healing
 from graphstash_server.db.queries.reports import drop_reports
 from graphstash_server.db.queries.usage import UsageChange, add_usage
 from graphstash_server.db.queries.withdrawals import add_withdrawals
@@ -404,6 +405,8 @@ class ArtifactService:
                 await add_usage(connection, gone[0].key.namespace, change)
                 await drop_reports(connection, [row.key for row in gone])
                 await add_deletions(connection, digests)
+            if gone and actor is None:
+                await record_healing(connection, self.plausible_clock())
             if gone and actor is not None:
                 now = self.clock()
                 await add_audit(

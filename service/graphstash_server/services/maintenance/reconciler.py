@@ -2,6 +2,10 @@
 
 A crash between storing a blob and the commit leaves a blob without a row. A blob that is deleted
 from outside leaves a row. Each finding is checked again before it is removed.
+
+A blob store may also be incomplete for a while, because a part of it is not mounted or restored
+yet. So a comparison that misses many blobs removes nothing. When a read of an artifact misses its
+blob, the server drops the artifact, but keeps all blobs without an artifact for `_RETURN`.
 """
 
 import logging
@@ -18,6 +22,7 @@ from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.artifacts import list_artifacts_of, list_digests
 from graphstash_server.db.queries.identifiers import claim_recount, last_recount
 from graphstash_server.db.queries.leases import drop_ended_leases
+from graphstash_server.db.queries.recorded_times import last_healing
 from graphstash_server.db.queries.usage import add_usage, recount_usage, stored_bytes
 from graphstash_server.errors import StartError
 from graphstash_server.services.artifacts.blobs import BlobCollector
@@ -34,6 +39,10 @@ _PAGE = 500
 
 _MAX_PENDING = 10_000
 """Maximum findings that one `reconcile` removes. The next one continues."""
+
+_RETURN = timedelta(hours=1)
+"""Time for which blobs without an artifact are kept after an artifact was dropped because its blob
+was absent. The blob may return when the store is complete again."""
 
 _LEASES_KEPT = timedelta(days=1)
 """Age at which an ended lease is deleted. The key's next fencing number then comes from the clock
@@ -68,6 +77,19 @@ class Finding(NamedTuple):
     size_bytes: int
 
 
+@dataclass(slots=True)
+class Compared:
+    """Numbers of objects that a comparison has read.
+
+    Attributes:
+        stored: blobs in the store.
+        used: different blobs that the artifacts have.
+    """
+
+    stored: int = 0
+    used: int = 0
+
+
 @dataclass(kw_only=True, eq=False)
 class Reconciler:
     """Compare rows with blobs. Safe while servers run. Safe to cancel."""
@@ -96,19 +118,21 @@ class Reconciler:
         )
 
     async def compare(
-        self, *, blobs_before: datetime, listed: Callable[[int], None] = lambda _: None
+        self, *, blobs_before: datetime, compared: Compared | None = None
     ) -> AsyncIterator[list[Orphan | Lost]]:
         """Yield pages of rows and blobs that disagree. Ignore blobs younger than `blobs_before`,
-        which may be uploads. Call `listed` with the number of blobs of each page.
+        which may be uploads. Add the numbers of objects to `compared`.
         """
+        compared = compared or Compared()
         after = ""
         async for page in self._pages(blobs_before):
-            listed(len(page))
+            compared.stored += len(page)
             until = page[-1].sha256 if len(page) == _PAGE else None
             sizes = {digest.sha256: digest.size_bytes for digest in page}
             referenced: set[str] = set()
             async for digests in _used_digests(self.database, after=after, until=until):
                 referenced.update(digest.sha256 for digest in digests)
+                compared.used += len(digests)
                 yield await self._lost(
                     [each for each in digests if sizes.get(each.sha256) != each.size_bytes]
                 )
@@ -116,26 +140,41 @@ class Reconciler:
             after = page[-1].sha256 if page else ""
 
     async def reconcile(self, *, blobs_before: datetime) -> None:
-        """Remove the findings of `compare`, and correct the counters. If more than half of the
-        blobs have no artifact, the database probably belongs to another store: remove nothing, and
-        report it.
+        """Remove the findings of `compare`, and correct the counters.
+
+        Remove nothing and report a doubt in two cases. If more than half of the blobs have no
+        artifact, the database probably belongs to another store. If the store lacks more than one
+        blob and more than a tenth of them, a part of it is probably not mounted.
+
+        Keep the blobs without an artifact if another artifact lost its blob less than `_RETURN`
+        ago.
         """
-        pages: list[int] = []
-        seen: Counter[type] = Counter()
+        compared = Compared()
+        orphans = lost = 0
         pending: list[Orphan | Lost] = []
-        async for found in self.compare(blobs_before=blobs_before, listed=pages.append):
-            seen.update(map(type, found))
-            pending += found[: _MAX_PENDING - len(pending)]
-        if 2 * seen[Orphan] > sum(pages):
-            doubt = (
-                f"{seen[Orphan]} of {sum(pages)} blobs have no artifact in this database, and are "
+        keeps_orphans = await self._lost_blobs_since(self.clock.ago(_RETURN))
+        async for found in self.compare(blobs_before=blobs_before, compared=compared):
+            orphans += sum(isinstance(each, Orphan) for each in found)
+            lost += len({each.artifact.digest for each in found if isinstance(each, Lost)})
+            chosen = [each for each in found if isinstance(each, Lost) or not keeps_orphans]
+            pending += chosen[: _MAX_PENDING - len(pending)]
+        doubts = []
+        if 2 * orphans > compared.stored:
+            doubts.append(
+                f"{orphans} of {compared.stored} blobs have no artifact in this database, and are "
                 "kept: is it the database of this blob store? If so, `graphstash gc` deletes them"
             )
+        if lost > 1 and 10 * lost > compared.used:
+            doubts.append(
+                f"{lost} of {compared.used} blobs that artifacts have are absent from the blob "
+                "store, and the artifacts are kept: is all of it mounted or restored? If so, "
+                "`graphstash gc` drops these artifacts"
+            )
+        for doubt in doubts:
             _LOGGER.error("%s", doubt)
-            self.doubt.set(doubt)
+        self.doubt.set("; ".join(doubts) or None)
+        if doubts:
             pending.clear()
-        else:
-            self.doubt.set(None)
         removed = Counter(map(type, await self.remove(pending)))
         if removed.total():
             _LOGGER.info(
@@ -203,6 +242,12 @@ class Reconciler:
         """Delete leases that ended more than `_LEASES_KEPT` ago."""
         async with self.database.writing() as connection:
             await drop_ended_leases(connection, before=self.clock.ago(_LEASES_KEPT))
+
+    async def _lost_blobs_since(self, since: datetime) -> bool:
+        """Return whether an artifact was dropped since then because its blob was absent."""
+        async with self.database.reading() as connection:
+            healed_at = await last_healing(connection)
+        return healed_at is not None and healed_at >= since
 
     async def _lost(self, digests: Sequence[Digest]) -> list[Orphan | Lost]:
         """Return the artifacts of blobs that are still absent or have another size."""
