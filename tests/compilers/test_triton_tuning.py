@@ -70,6 +70,12 @@ def test_kernel_is_tuned_without_the_team(team, keywords, settings, fallbacks):
     assert job.stats.get("fallbacks") == fallbacks
 
 
+def test_benchmark_may_return_one_number(team):
+    first, second = (team.run(host, "tuned", {"times": 1}) for host in ("first", "second"))
+    assert [each.report["measured"] for each in (first, second)] == [CONFIGS, 0]
+    assert first.report["chosen"] == second.report["chosen"] == [256, 8]
+
+
 @pytest.mark.extended
 def test_kernel_is_tuned_again_for_another_value_in_its_key_that_is_no_size(team):
     first, other = team.run("first", "tuned"), team.run("other", "tuned", {"scale": 3.0})

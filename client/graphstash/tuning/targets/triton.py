@@ -14,7 +14,7 @@ among the caller's own configurations, which `triton.autotune` could have chosen
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from time import time
 from typing import Any, Final
 
@@ -143,15 +143,13 @@ class TeamAutotuner(Autotuner):  # type: ignore[misc] # Triton ships no types
         def measure(configuration: Configuration) -> Finding:
             config = space.thing(configuration)
             try:
-                # Quantiles 0.5, 0.2 and 0.8 in milliseconds: almost the interquartile range.
-                median, low, high = self._bench(*args, config=config, **kwargs)
+                median, spread = _times(self._bench(*args, config=config, **kwargs))
             except Exception as error:
                 kernel_errors.append(error)
                 raise
             if not 0 < median * _MILLISECONDS <= MAX_COST:
                 return Finding(configuration, None, failure="compile")
-            spread = max(0.0, high - low) * _MILLISECONDS
-            return Finding(configuration, median * _MILLISECONDS, spread, count=1)
+            return Finding(configuration, median * _MILLISECONDS, spread * _MILLISECONDS, count=1)
 
         def tune(search: Search) -> None:
             started = time()
@@ -208,6 +206,17 @@ class TeamAutotuner(Autotuner):  # type: ignore[misc] # Triton ships no types
                 "arguments": json.dumps({name: _shape_of(each) for name, each in given.items()}),
             },
         )
+
+
+def _times(measured: Any) -> tuple[float, float]:
+    """Return the median and the spread in milliseconds of what `do_bench` returned: the quantiles
+    0.5, 0.2 and 0.8 (almost the interquartile range), or one number as of a `do_bench` that ignores
+    the quantiles.
+    """
+    times = [*measured] if isinstance(measured, Iterable) else [measured]
+    if len(times) < 3:
+        return float(times[0]), 0.0
+    return float(times[0]), max(0.0, float(times[2]) - float(times[1]))
 
 
 def _device_type() -> DeviceType:
