@@ -25,6 +25,50 @@ def _notices(hold: Callable[[Tensor], Tensor], parameter: Tensor) -> bool:
     return while_held and not is_held(parameter)
 
 
+def at_precisions() -> dict[str, str]:
+    """Fuse updates under each way to set the precision of float32 matmuls; return the errors. Some
+    settings change between backward and the update, and fusion must restore them.
+    """
+    backends: Any = torch.backends
+    ways: dict[str, Callable[[str], None]] = {
+        "common": lambda value: torch.set_float32_matmul_precision(
+            "high" if value == "tf32" else "highest"
+        ),
+        "generic": lambda value: setattr(backends, "fp32_precision", value),
+        "cuda": lambda value: setattr(backends.cuda.matmul, "fp32_precision", value),
+        "mkldnn": lambda value: setattr(backends.mkldnn.matmul, "fp32_precision", value),
+    }
+    report = {}
+    for name, use in ways.items():
+        for when in ("backward", "forward"):
+            try:
+                _train_at(use, when)
+                values = [
+                    backends.cuda.matmul.fp32_precision,
+                    backends.mkldnn.matmul.fp32_precision,
+                ]
+                report[f"{name} {when}"] = " ".join(values)
+            except RuntimeError as error:
+                report[f"{name} {when}"] = str(error)
+        use("ieee")
+        for part in (backends, backends.cuda.matmul, backends.mkldnn.matmul):
+            part.fp32_precision = "none"
+    return report
+
+
+def _train_at(use: Callable[[str], None], when: Any) -> None:
+    model = nn.Linear(6, 6)
+    optimizer = training.SGD(model.parameters(), lr=0.1)
+    fusion = training.fuse(model, optimizer, when=when)
+    for step in range(3):
+        use("tf32" if step % 2 else "ieee")
+        optimizer.zero_grad()
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        use("tf32")
+    fusion.close()
+
+
 def in_next_forward() -> dict[str, Any]:
     """Train with and without fusion; return the waiting updates after each step, and the bits.
 

@@ -101,6 +101,18 @@ def test_updates_wait_for_the_next_forward_on_the_newest_torch(jobs, tmp_path):
     assert report["fused"] == report["alone"]
 
 
+@pytest.mark.extended
+def test_fusion_accepts_each_way_to_set_a_precision_on_the_newest_torch(jobs, tmp_path):
+    call = case_arguments("fused_step:at_precisions")
+    options = {"script": RUN_CASE, "environment": "torch-newest", "under": "python"}
+    report = jobs.start(tmp_path, *call, **options).finish().report
+    of_way = {"common": "tf32 tf32", "generic": "tf32 tf32"}
+    of_way |= {"cuda": "tf32 none", "mkldnn": "none tf32"}
+    assert report == {
+        f"{way} {when}": kept for way, kept in of_way.items() for when in ("backward", "forward")
+    }
+
+
 @both
 def test_traced_step_does_not_use_fusion(when):
     training = Loop(when)
