@@ -62,6 +62,32 @@ def test_other_ddp_is_made_on_the_current_stream(calls, device, is_captured):
     assert calls == [f"DDP of {[CUDA] if device == CUDA else None} on default"]
 
 
+def test_ddp_of_a_model_on_several_devices_names_none(calls):
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1, device="meta"))
+    parallel.DistributedTorch(CUDA).wrap(model)
+    assert calls == ["DDP of None on default"]
+
+
+@pytest.mark.parametrize("device", [CUDA, torch.device("cpu")], ids=str)
+def test_objects_are_gathered_through_the_device_of_the_model(calls, monkeypatch, device):
+    current = [torch.device("cpu")]
+
+    @contextlib.contextmanager
+    def on(chosen):
+        current.append(chosen)
+        yield
+        current.pop()
+
+    def gather(payloads, mine):
+        payloads[:] = [mine, mine]
+        calls.append(current[-1])
+
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(distributed, "all_gather_object", gather)
+    assert parallel.DistributedTorch(device).gather(7) == [7, 7]
+    assert calls == [device]
+
+
 def test_ddp_of_the_user_is_kept(calls):
     model = parallel.DistributedTorch(CUDA).wrap(nn.Linear(1, 1))
     calls.clear()

@@ -151,7 +151,9 @@ class DistributedTorch(Parallel):
             )
         if not isinstance(model, DistributedDataParallel):
             with _on_side_stream(self._device) if on_cuda and is_captured else nullcontext():
-                device_ids = [self._device] if on_cuda else None
+                # DDP refuses devices for a model that spans several of them.
+                spans_devices = len({each.device for each in model.parameters()}) > 1
+                device_ids = [self._device] if on_cuda and not spans_devices else None
                 model = DistributedDataParallel(model, device_ids=device_ids)
         if reduce is not None:
             _register(model, reduce)
@@ -169,7 +171,10 @@ class DistributedTorch(Parallel):
     def gather(self, value: Any) -> list[Any]:
         """Gather with torch.distributed."""
         payloads: list[Any] = [None] * self.world
-        distributed.all_gather_object(payloads, _packed(value))
+        # NCCL sends objects through the current device, which is cuda:0 on every rank of a script
+        # that does not call torch.cuda.set_device().
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
+            distributed.all_gather_object(payloads, _packed(value))
         return [_unpacked(payload) for payload in payloads]
 
 
