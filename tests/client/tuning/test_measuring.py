@@ -34,6 +34,14 @@ def costing(cost):
     return CallableTarget(trials.numbered, name="numbered", cost=cost)
 
 
+def test_slow_finalists_have_time_for_all_samples_that_they_may_take():
+    most = Method(trial_seconds=600, timeout_seconds=10).most_seconds
+    assert most(5) == 5 * (3 * 10 + 600 + 10)
+    # A long trial has a limited number of samples.
+    many = Method(trial_seconds=1e6, samples=5, final_samples=20, timeout_seconds=10)
+    assert many.most_seconds(2) == 2 * (3 + 20) * 10
+
+
 def unhurried(**options):
     """Return a method that takes all samples, however busy the machine is."""
     return Method(trial_seconds=1e6, **options)

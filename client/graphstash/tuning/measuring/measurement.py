@@ -191,6 +191,16 @@ class Method:
     timeout_seconds: float = 10.0
     memory_bytes: int | None = None
 
+    def most_seconds(self, count: int) -> float:
+        """Return the maximum seconds in which one process measures `count` configurations.
+
+        A configuration is built, checked, warmed up and checked again. Its last sample may begin
+        just before `trial_seconds`. Each of these steps may take `timeout_seconds`.
+        """
+        samples = max(self.samples, self.final_samples) * self.timeout_seconds
+        sampling = min(samples, self.trial_seconds + self.timeout_seconds)
+        return count * (3 * self.timeout_seconds + sampling)
+
     def __post_init__(self) -> None:
         for name in ("samples", "final_samples"):
             if not (_is_count(count := getattr(self, name)) and count <= MAX_SAMPLES):

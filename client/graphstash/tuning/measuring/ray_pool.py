@@ -100,7 +100,7 @@ class RayPool(Executor[_Worker]):
             those of a script.
 
     Raises:
-        ConfigError: Ray is not installed.
+        ConfigError: Ray is not installed, or `modules` is a string.
         MeasuringError: the target cannot be sent.
         ValueError: `workers` is below 1.
     """
@@ -112,6 +112,8 @@ class RayPool(Executor[_Worker]):
         super().__post_init__()
         if not _HAS_RAY:
             raise ConfigError("RayPool needs Ray: pip install 'graphstash[ray] @ git+<repository>'")
+        if isinstance(self.modules, str):
+            raise ConfigError(f"modules is {self.modules!r}: it must be a list of names")
         for name in self.modules:
             ray.cloudpickle.register_pickle_by_value(sys.modules[name])
         try:
@@ -148,8 +150,7 @@ class RayPool(Executor[_Worker]):
         job.tries += 1
         # A failing configuration is measured twice. After a failed comparison, each configuration
         # is measured alone.
-        steps = 4 * len(job.configurations) * (self.method.samples + 3)
-        seconds = _JOB_SECONDS + steps * self.method.timeout_seconds
+        seconds = _JOB_SECONDS + 4 * self.method.most_seconds(len(job.configurations))
         worker.job, worker.deadline = job, monotonic() + seconds
         worker.call = worker.actor.measure.remote(job.configurations)
 
