@@ -176,6 +176,7 @@ def test_untrainable_arguments_are_refused_with_reason(changed, options, message
         ({"accumulate": -1}, r"accumulate must be a whole number, at least 1 \(got -1\)"),
         ({"steps": 2.5}, r"steps must be a whole number, at least 1 \(got 2.5\)"),
         ({"metrics": ("loss",)}, "metrics: loss is logged without being named"),
+        ({"metrics": "acc"}, r"metrics is 'acc': it must be a list of names, such as \['acc'\]"),
         ({"precision": "int8"}, r"precision must be 'fp32', 'bf16' or 'fp16' \(got 'int8'\)"),
         ({"fuse": "both"}, r"None, 'backward' or 'forward' \(got 'both'\)"),
         ({"fuse": "forward", "traced": True}, "leave fuse or traced out"),

@@ -99,6 +99,11 @@ class Options:
         self._check_parameters()
         self._check_fusion()
         self._check_schedule()
+        if isinstance(self.metrics, str):
+            raise ConfigError(
+                f"metrics is {self.metrics!r}: it must be a list of names, such as "
+                f"[{self.metrics!r}]"
+            )
         if clash := {"loss", "loss_scale", "found_inf", "gradient_norm"} & {*self.metrics}:
             raise ConfigError(f"metrics: {', '.join(clash)} is logged without being named")
         if self.precision not in _DTYPES:
