@@ -3,17 +3,23 @@
 The region runs in the test's process, and follows its upstream when the test says so.
 """
 
+import asyncio
 import json
 import shutil
+import threading
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
 
 from graphstash_schema import ArtifactKey, NamespacePolicy
+from graphstash_schema.names import LIST_START
+from graphstash_schema.withdrawals import WithdrawalQuery
 from graphstash_server.keys import StoredKey
 from graphstash_server.testing import migrated_database
+from graphstash_server.upstream import following
 from support.api import DEVICE
+from support.changes import execute
 from support.http_server import Answer
 from support.regions import envelope
 from support.services import opener
@@ -53,6 +59,12 @@ class Region:
         self._opened.clock.turn(10)
         await self.region.follower._round()
 
+    async def catch_up(self):
+        """Follow the upstream until all of its withdrawals are applied."""
+        await self.follow()
+        while (await self.region.gauges())[2]:
+            await self.follow()
+
     async def kept(self, center, *numbers):
         """Return the artifacts of a namespace that the region has."""
         found = self.context.artifacts.find_stored
@@ -62,6 +74,25 @@ class Region:
 def key_in(center, number):
     key = ArtifactKey.parse("jax", DEVICE, center.fingerprint(number))
     return StoredKey.of(center.namespace, key)
+
+
+async def make_gap(world, center):
+    """Withdraw artifacts that no region has, and forget the entries, as if they were too old."""
+    for number in (97, 98, 99):
+        assert center.put(envelope(center, number), number).status_code == 201
+        assert center.delete(number).status_code == 204
+    await asyncio.to_thread(
+        execute,
+        world.center.database_url,
+        "DELETE FROM withdrawals WHERE number < (SELECT max(number) FROM withdrawals)",
+    )
+
+
+@pytest.fixture
+def small_steps(monkeypatch):
+    """Compare one artifact in each round."""
+    monkeypatch.setattr(following, "_PAGE", 1)
+    monkeypatch.setattr(following, "_PAGES_AT_ONCE", 1)
 
 
 @pytest.fixture
@@ -125,3 +156,93 @@ async def test_policy_of_a_later_release_delays_no_withdrawal(opened_region):
         assert center.delete(1).status_code == 204
         await region.follow()
         assert await region.kept(center, 1) == []
+
+
+@pytest.mark.usefixtures("small_steps")
+@pytest.mark.parametrize("is_interrupted", [False, True], ids=["in rounds", "after an error"])
+async def test_withdrawal_during_a_comparison_is_applied(
+    opened_region, world, monkeypatch, is_interrupted
+):
+    """The comparison has passed the artifact that the upstream withdraws."""
+    looked_up = None
+
+    def change(request, answer):
+        if "artifacts:lookup" not in request.path or looked_up is None:
+            return answer
+        looked_up.append(request)
+        return BUSY if is_interrupted and len(looked_up) == 2 else answer
+
+    async with opened_region(change) as region:
+        center = await region.copy(1, 2, 3)
+        first, *others = sorted((1, 2, 3), key=center.fingerprint)
+        await make_gap(world, center)
+        looked_up = []
+        if is_interrupted:
+            monkeypatch.setattr(following, "_PAGES_AT_ONCE", 20)
+        await region.follow()
+        assert len(looked_up) == 1 + is_interrupted
+        assert center.delete(first).status_code == 204
+        await region.catch_up()
+        assert await region.kept(center, first, *others) == others
+
+
+@pytest.mark.usefixtures("small_steps")
+async def test_comparison_that_another_process_finished_is_not_resumed(opened_region, world):
+    async with opened_region() as one, opened_region() as other:
+        center = await one.copy(1, 2, 3)
+        first, *others = sorted((1, 2, 3), key=center.fingerprint)
+        await make_gap(world, center)
+        await one.follow()  # compares the first artifact
+        await other.catch_up()
+        assert center.delete(first).status_code == 204
+        await make_gap(world, center)
+        await one.catch_up()
+        assert await one.kept(center, first, *others) == others
+
+
+async def test_download_that_began_before_a_gap_stores_nothing(opened_region, world):
+    is_sent, go_on = threading.Event(), threading.Event()
+
+    def change(request, answer):
+        if request.method == "GET" and f"/artifacts/jax/{DEVICE}/" in request.path and is_slow:
+            is_sent.set()
+            go_on.wait(60)
+        return answer
+
+    is_slow = False
+    async with opened_region(change) as region:
+        center = await region.copy(1)
+        is_slow = True
+        copying = asyncio.create_task(region.copy(2))
+        await asyncio.to_thread(is_sent.wait, 60)
+        assert center.delete(2).status_code == 204
+        await make_gap(world, center)
+        await region.catch_up()
+        go_on.set()
+        with pytest.raises(AssertionError):
+            await copying
+        assert await region.kept(center, 1, 2) == [1]
+
+
+async def test_own_list_of_a_region_has_a_gap_where_the_list_of_the_upstream_has_one(
+    opened_region, world
+):
+    """Hosts may have copies that the region has evicted."""
+    async with opened_region() as region:
+        center = await region.copy(1, 2)
+
+        async def read(after):
+            query = WithdrawalQuery(after=after)
+            return await region.context.withdrawals.read(center.namespace, query)
+
+        before = (await read(LIST_START)).newest
+        await make_gap(world, center)
+        await region.catch_up()
+        page = await read(before)
+        assert (page.is_complete, page.withdrawals) == (False, ())
+        assert center.delete(1).status_code == 204
+        await region.catch_up()
+        assert not (await read(before)).is_complete
+        page = await read(page.newest)
+        assert page.is_complete
+        assert {each.key for each in page.withdrawals} == {str(key_in(center, 1).key)}

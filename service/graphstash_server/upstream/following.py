@@ -33,7 +33,7 @@ from graphstash_server.db.queries.upstream import (
     note_upstream_id,
     put_position,
 )
-from graphstash_server.db.queries.withdrawals import add_withdrawals
+from graphstash_server.db.queries.withdrawals import add_gap, add_withdrawals
 from graphstash_server.errors import ServerError, StartError
 from graphstash_server.keys import StoredKey
 from graphstash_server.services.artifacts.service import ArtifactService
@@ -71,8 +71,8 @@ class Follower:
         self._refusal = ""
         self._newest: dict[Namespace, ListPosition] = {}
         self._unknown_policies: set[Namespace] = set()
-        self._compared: dict[Namespace, StoredKey] = {}
-        """Last compared artifact of namespaces whose comparison is not finished."""
+        self._comparisons: dict[Namespace, _Comparison] = {}
+        """Comparisons that are not finished."""
 
     async def begin(self) -> None:
         """Probe the upstream before the server serves.
@@ -234,14 +234,22 @@ class Follower:
         last = None
         while position not in (last, newest):
             page = await self._page(namespace, position)
+            applied = page.position
             if page.is_complete:
+                self._comparisons.pop(namespace, None)
                 for entry in page.withdrawals:
                     await self._withdraw(namespace, entry)
-            elif not await self._compare_some(namespace):
-                break
+            else:
+                comparison = self._comparisons.get(namespace)
+                if comparison is None or comparison.start != position:
+                    comparison = await self._begin_comparison(namespace, position, page.position)
+                if not await self._compare_some(namespace, comparison):
+                    break
+                del self._comparisons[namespace]
+                applied = comparison.end
             async with self.database.writing() as connection:
-                await put_position(connection, namespace, page.position)
-            last, position = position, page.position
+                await put_position(connection, namespace, applied)
+            last, position = position, applied
 
     async def _page(self, namespace: Namespace, after: ListPosition) -> WithdrawalList:
         path = f"{API_PREFIX}/{namespace}/withdrawals?after={after}"
@@ -266,7 +274,19 @@ class Follower:
             await lock_position(connection, key.namespace)  # see `_refuse_withdrawn` of uploads
         await self.artifacts.delete(key, actor=UPSTREAM, digest=str(digest))
 
-    async def _compare_some(self, namespace: Namespace) -> bool:
+    async def _begin_comparison(
+        self, namespace: Namespace, start: ListPosition, end: ListPosition
+    ) -> "_Comparison":
+        """Begin a comparison. This server's own list then has a gap: hosts set their copies aside,
+        and a download that began before stores none (`queries.upstream.is_withdrawn_since`).
+        """
+        async with self.database.writing() as connection:
+            await add_gap(connection, namespace, now=self.clock())
+            await lock_position(connection, namespace)  # see `_refuse_withdrawn` of uploads
+        self._comparisons[namespace] = comparison = _Comparison(start, end)
+        return comparison
+
+    async def _compare_some(self, namespace: Namespace, comparison: "_Comparison") -> bool:
         """Drop the copies that the upstream does not have, after a gap in its list: they may have
         been withdrawn. Queued artifacts stay. Return whether all copies have been compared. Each
         call compares some, so that other namespaces need not wait for a large one.
@@ -274,12 +294,11 @@ class Follower:
         for _ in range(_PAGES_AT_ONCE):
             async with self.database.reading() as connection:
                 rows = await list_stored_rows(
-                    connection, namespace, after=self._compared.get(namespace), limit=_PAGE
+                    connection, namespace, after=comparison.compared, limit=_PAGE
                 )
                 # Read before the look-up, because a queued artifact may be sent after it.
                 sent = [row for row in rows if not await is_queued(connection, row.key)]
             if not rows:
-                self._compared.pop(namespace, None)
                 return True
             if sent:
                 found = await self.client.look_up(namespace, [row.key for row in sent])
@@ -287,5 +306,21 @@ class Follower:
                 for row in sent:
                     if (row.key.key, str(row.digest)) not in valid:
                         await self._drop(row.key, row.digest, cause=WithdrawalCause.DELETED)
-            self._compared[namespace] = rows[-1].key
+            comparison.compared = rows[-1].key
         return False
+
+
+@dataclass
+class _Comparison:
+    """A comparison of all copies of a namespace with the upstream's artifacts.
+
+    Attributes:
+        start: position at which the upstream's list does not continue.
+        end: end of the upstream's list when the comparison began. Of later withdrawals, the
+            comparison finds only some, so the region reads the list from here on.
+        compared: last compared artifact.
+    """
+
+    start: ListPosition
+    end: ListPosition
+    compared: StoredKey | None = None

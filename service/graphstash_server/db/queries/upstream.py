@@ -28,6 +28,7 @@ from graphstash_server.db.queries.shared import (
     upsert,
     where_key,
 )
+from graphstash_server.db.queries.withdrawals import GAP
 from graphstash_server.db.tables import (
     artifacts,
     identifiers,
@@ -107,7 +108,7 @@ _WITHDRAWN_SINCE = Prepared(
         .where(
             withdrawals.c.namespace == bindparam("of_namespace"),
             withdrawals.c.number > bindparam("start"),
-            withdrawals.c.sha256 == bindparam("blob"),
+            or_(withdrawals.c.sha256 == bindparam("blob"), withdrawals.c.cause == GAP),
         )
         .limit(1)
     )
@@ -318,7 +319,7 @@ async def put_position(
 async def is_withdrawn_since(
     connection: Transaction, namespace: Namespace, digest: Digest, *, start: int
 ) -> bool:
-    """Return whether this server's list has a withdrawal of a blob after a number."""
+    """Return whether this server's list has a withdrawal of a blob, or a gap, after a number."""
     given = {"of_namespace": namespace, "start": start, "blob": digest.sha256}
     return bool(await _WITHDRAWN_SINCE.fetch(connection, given))
 

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 from sqlalchemy import Executable, bindparam, delete, insert, select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from graphstash_schema import Digest, Namespace
+from graphstash_schema import ArtifactKey, Digest, Namespace
 from graphstash_schema.names import LIST_START, ListPosition
 from graphstash_schema.withdrawals import WithdrawalCause
 from graphstash_server.db.prepared import Prepared, Transaction
@@ -22,7 +22,9 @@ from graphstash_server.db.tables import withdrawal_heads, withdrawals
 from graphstash_server.keys import StoredKey
 
 __all__ = [
+    "GAP",
     "WithdrawalRow",
+    "add_gap",
     "add_withdrawals",
     "is_listed_as_withheld",
     "list_ends",
@@ -33,6 +35,9 @@ __all__ = [
 ]
 
 _MARK_BYTES: Final = 8
+
+GAP: Final = "gap"
+"""Cause of a row that no list shows: the list does not continue across it."""
 
 
 class WithdrawalRow(NamedTuple):
@@ -91,6 +96,24 @@ async def add_withdrawals(
     Call it last in the transaction. It locks the head of the list until the commit, so that numbers
     become visible in ascending order. A lock taken after this one could deadlock.
     """
+    await _append(connection, withdrawn, cause=cause.value, now=now)
+
+
+async def add_gap(connection: Transaction, namespace: Namespace, *, now: datetime) -> None:
+    """Let a namespace's list continue at no earlier position, after withdrawals that this server
+    cannot name. Call it as `add_withdrawals`.
+    """
+    nothing = StoredKey.of(namespace, ArtifactKey.parse("plugin", "cpu", "0" * 64))
+    await _append(connection, [(nothing, Digest("0" * 64, 0))], cause=GAP, now=now)
+
+
+async def _append(
+    connection: Transaction,
+    withdrawn: Sequence[tuple[StoredKey, Digest]],
+    *,
+    cause: str,
+    now: datetime,
+) -> None:
     if not withdrawn:
         return
     marks = [secrets.token_hex(_MARK_BYTES) for _ in withdrawn]
@@ -112,7 +135,7 @@ async def add_withdrawals(
                     "number": number,
                     "mark": mark,
                     "sha256": digest.sha256,
-                    "cause": cause.value,
+                    "cause": cause,
                     "withdrawn_at": now,
                 },
             )

@@ -345,10 +345,10 @@ async def _store_all(
 
 
 async def _refuse_withdrawn(connection: Transaction, uploads: Sequence[Upload]) -> None:
-    """Roll back if a copy was withdrawn while it was downloaded.
+    """Roll back if a copy was, or may have been, withdrawn while it was downloaded.
 
-    The follower takes the same lock when it adds a withdrawal. So either this transaction finds the
-    withdrawal, or the follower waits for this transaction and then deletes the artifact.
+    The follower takes the same lock when it adds a withdrawal or a gap. So either this transaction
+    finds it, or the follower waits for this transaction and then deletes or compares the artifact.
     """
     copies = [(each, each.copied_after) for each in uploads if each.copied_after is not None]
     if copies:

@@ -11,6 +11,7 @@ from graphstash_schema import Namespace
 from graphstash_schema.withdrawals import Withdrawal, WithdrawalList, WithdrawalQuery
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.withdrawals import (
+    GAP,
     WithdrawalRow,
     list_heads,
     list_withdrawals,
@@ -37,8 +38,9 @@ class WithdrawalService:
     clock: PlausibleClock
 
     async def read(self, namespace: Namespace, query: WithdrawalQuery) -> WithdrawalList:
-        """Return the page after a position. If no entry has that position, earlier entries may be
-        missing: the list is empty and not complete. Pruning removes the lowest numbers first.
+        """Return the page after a position. If no entry has that position, or a gap follows,
+        entries may be missing: the list is empty and not complete. Pruning removes the lowest
+        numbers first.
         """
         after = query.after
         async with self.database.reading() as connection:
@@ -59,7 +61,7 @@ class WithdrawalService:
             rows = rows[1:]
         else:
             is_complete = bool(rows) and rows[0].number == 1
-        if not is_complete:
+        if not is_complete or any(row.cause == GAP for row in rows):
             return WithdrawalList(is_complete=False, withdrawals=(), position=newest, newest=newest)
         page = rows[: query.limit]
         return WithdrawalList(
