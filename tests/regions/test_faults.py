@@ -12,9 +12,10 @@ from dataclasses import replace
 
 import pytest
 
-from graphstash_schema import ArtifactKey, NamespacePolicy
+from graphstash_schema import ArtifactKey, ErrorCode, NamespacePolicy
 from graphstash_schema.names import LIST_START
 from graphstash_schema.withdrawals import WithdrawalQuery
+from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
 from graphstash_server.testing import migrated_database
 from graphstash_server.upstream import following
@@ -246,3 +247,22 @@ async def test_own_list_of_a_region_has_a_gap_where_the_list_of_the_upstream_has
         page = await read(page.newest)
         assert page.is_complete
         assert {each.key for each in page.withdrawals} == {str(key_in(center, 1).key)}
+
+
+async def test_store_that_deletes_nothing_delays_no_withdrawal(opened_region, monkeypatch):
+    async def refuse(digest, **_name):
+        raise ServerError(ErrorCode.UNAVAILABLE, f"cannot delete {digest}")
+
+    monkeypatch.setattr(opened_region.blobs, "delete", refuse)
+    async with opened_region() as region:
+        some, other = [await region.copy(1, 2, 3, namespace=each) for each in ("team", "zeta")]
+        assert [some.delete(each).status_code for each in (1, 2)] == [204, 204]
+        assert other.delete(1).status_code == 204
+        await region.follow()
+        assert await region.kept(some, 1, 2, 3) == [3]
+        assert await region.kept(other, 1, 2, 3) == [2, 3]
+        heads = [
+            (await region.context.withdrawals.read(each.namespace, WithdrawalQuery())).newest.number
+            for each in (some, other)
+        ]
+        assert heads == [2, 1]  # one entry for each

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 
 from graphstash_schema import Digest, ErrorCode
+from graphstash_schema.withdrawals import WithdrawalQuery
 from graphstash_server.errors import ServerError
-from graphstash_server.services.artifacts import blobs
+from graphstash_server.services.artifacts import blobs, service
 from graphstash_server.testing.stores import as_chunks
-from support.services import key_of, upload_of
-from support.stores import opener_of_stores
+from support.services import ACTOR, key_of, upload_of
+from support.stores import TEAM, opener_of_stores
 
 pytestmark = pytest.mark.anyio
 
@@ -48,6 +49,36 @@ async def test_kill_during_deletion_blocks_no_upload_and_is_repaired(
         await other.collect()
         assert len(other.blobs.blobs) == 4
         assert await other.kept(7) == [2, 3, 4, 6]
+
+
+async def refuse(digest, **_name):
+    raise ServerError(ErrorCode.UNAVAILABLE, f"cannot delete {digest}")
+
+
+async def test_artifact_is_withdrawn_although_the_store_keeps_its_blob(opened, monkeypatch):
+    async with opened() as store:
+        await store.fill(2)
+        with monkeypatch.context() as patch:
+            patch.setattr(store.blobs, "delete", refuse)
+            assert await store.context.artifacts.delete(key_of(0), actor=ACTOR)
+        assert await store.kept(2) == [1]
+        page = await store.context.withdrawals.read(TEAM, WithdrawalQuery())
+        assert len(page.withdrawals) == 1
+        assert len(store.blobs.blobs) == 2
+        store.clock.turn(91)  # the claim is over
+        assert await store.collect() == 1
+        assert len(store.blobs.blobs) == 1
+
+
+async def test_all_artifacts_are_withdrawn_although_the_store_keeps_their_blobs(
+    opened, monkeypatch
+):
+    monkeypatch.setattr(service, "_DELETION_PAGE", 2)
+    async with opened() as store:
+        await store.fill(5)
+        monkeypatch.setattr(store.blobs, "delete", refuse)
+        assert await store.context.artifacts.delete_all(TEAM, actor=ACTOR) == 5
+        assert await store.kept(5) == []
 
 
 @pytest.mark.sql

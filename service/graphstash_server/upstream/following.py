@@ -1,9 +1,12 @@
 """Follower: asks the upstream every three seconds whether it answers, and what changed.
 
-Each process probes. One process at a time applies policies and withdrawals to the database. It
-first adds a withdrawal to this server's own list, which hosts follow, and then deletes the
-artifact. In this order, a concurrent download either is deleted here, or its commit finds the entry
-(`fetches`).
+Each process probes. One process at a time applies policies and withdrawals to the database. One
+transaction deletes an artifact and adds the withdrawal to this server's own list, which hosts
+follow. If there is no artifact, a download may be storing it. So the process adds the withdrawal,
+and then tries again to delete the artifact: either the download's commit finds the entry
+(`fetches`), or the artifact is deleted here.
+
+The bytes are deleted last, because a blob store may be slow or refuse it.
 """
 
 import asyncio
@@ -51,6 +54,7 @@ _EVERY_SECONDS: Final = 3.0
 _DOWN_SECONDS: Final = 1.0
 _TURN: Final = timedelta(seconds=2)
 _PRUNE: Final = timedelta(hours=1)
+_COLLECT_SECONDS: Final = 5.0
 _PAGE: Final = 200
 _PAGES_AT_ONCE: Final = 20
 
@@ -70,6 +74,7 @@ class Follower:
     def __post_init__(self) -> None:
         self._refusal = ""
         self._newest: dict[Namespace, ListPosition] = {}
+        self._uncollected: list[Digest] = []
         self._unknown_policies: set[Namespace] = set()
         self._comparisons: dict[Namespace, _Comparison] = {}
         """Comparisons that are not finished."""
@@ -150,6 +155,7 @@ class Follower:
         if is_turn:
             await self._apply_withdrawals()
             await self._apply_policies(state)
+            await self._collect()
         if is_pruning:
             await self.access.prune()
 
@@ -269,10 +275,26 @@ class Follower:
         self.client.count("withdrawn")
 
     async def _drop(self, key: StoredKey, digest: Digest, *, cause: WithdrawalCause) -> None:
+        if await self._delete(key, digest, cause=cause):
+            return
         async with self.database.writing() as connection:
             await add_withdrawals(connection, [(key, digest)], cause=cause, now=self.clock())
             await lock_position(connection, key.namespace)  # see `_refuse_withdrawn` of uploads
-        await self.artifacts.delete(key, actor=UPSTREAM, digest=str(digest))
+        await self._delete(key, digest, cause=cause)
+
+    async def _delete(self, key: StoredKey, digest: Digest, *, cause: WithdrawalCause) -> bool:
+        withdrawn = await self.artifacts.withdraw(
+            key, actor=UPSTREAM, digest=str(digest), cause=cause
+        )
+        self._uncollected += [] if withdrawn is None else [withdrawn]
+        return withdrawn is not None
+
+    async def _collect(self) -> None:
+        """Delete the bytes of deleted artifacts. Leave them to maintenance if that takes long."""
+        digests, self._uncollected = self._uncollected, []
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_COLLECT_SECONDS):
+                await self.artifacts.collect(digests)
 
     async def _begin_comparison(
         self, namespace: Namespace, start: ListPosition, end: ListPosition

@@ -282,32 +282,66 @@ class ArtifactService:
         """Delete an artifact, withheld or not. Return False if it is absent, or has another digest
         than the given one.
         """
+        withdrawn = await self.withdraw(key, actor=actor, digest=digest)
+        if withdrawn is None:
+            return False
+        await self.collect([withdrawn])
+        return True
+
+    async def withdraw(
+        self,
+        key: StoredKey,
+        *,
+        actor: Actor,
+        digest: str | None = None,
+        cause: WithdrawalCause = WithdrawalCause.DELETED,
+    ) -> Digest | None:
+        """Delete an artifact as `delete` does, but not its blob. Return the blob, for `collect`."""
         while True:  # retry if the artifact is replaced between the two statements
             row = await find_stored(self.database, key)
             if row is None:
                 self.forget(key)
-                return False
+                return None
             if digest is not None and str(row.digest) != digest:
-                return False
-            if await self._delete([row], actor=actor):
-                return True
+                return None
+            if await self._delete([row], actor=actor, cause=cause):
+                return row.digest
 
     async def delete_all(self, namespace: Namespace, *, actor: Actor) -> int:
-        """Delete all artifacts of a namespace, withheld or not. Return their number."""
-        deleted, after = 0, None
+        """Delete all artifacts of a namespace, withheld or not. Return their number.
+
+        Their blobs are deleted last, because that may take long.
+        """
+        withdrawn: list[Digest] = []
+        after = None
         while True:
             async with self.database.reading() as connection:
                 page = await list_stored_rows(
                     connection, namespace, after=after, limit=_DELETION_PAGE
                 )
             if not page:
-                return deleted
+                break
             gone = await self._delete(page, actor=actor)
-            deleted += len(gone)
+            withdrawn += (row.digest for row in gone)
             kept = {row.key for row in page}.difference(row.key for row in gone)
             for key in kept:  # replaced since the page was read
-                deleted += await self.delete(key, actor=actor)
+                digest = await self.withdraw(key, actor=actor)
+                withdrawn += [] if digest is None else [digest]
             after = page[-1].key
+        await self.collect(withdrawn)
+        return len(withdrawn)
+
+    async def collect(self, digests: Sequence[Digest]) -> None:
+        """Delete the blobs of deleted artifacts, unless others need them. Maintenance deletes those
+        that the store does not delete now.
+        """
+        try:
+            await self.collector.collect_all(digests, only_marked=True)
+        except ServerError as error:
+            _LOGGER.warning(
+                "artifacts are deleted, but not all of their blobs; maintenance will retry: %s",
+                error,
+            )
 
     async def heal(self, row: Artifact) -> bool:
         """Drop an artifact whose blob is lost or damaged. Return whether it was dropped."""
@@ -325,6 +359,7 @@ class ArtifactService:
             try:
                 renamed = await self.collector.learn_generations([row.digest for row in page])
                 gone = await self._delete([row for row in page if row.digest not in renamed])
+                await self.collect([row.digest for row in gone])
             except ServerError as error:
                 _LOGGER.warning(
                     "could not drop %d artifacts, such as %s, which lost their blobs; will retry: "
@@ -383,11 +418,15 @@ class ArtifactService:
         return None
 
     async def _delete(
-        self, rows: Sequence[Artifact], *, actor: Actor | None = None
+        self,
+        rows: Sequence[Artifact],
+        *,
+        actor: Actor | None = None,
+        cause: WithdrawalCause = WithdrawalCause.DELETED,
     ) -> list[Artifact]:
         """Delete the artifacts of one namespace that are unchanged, and return them. With an actor,
         record withdrawals and write to the audit log. Without one, the artifacts have lost their
-        blobs.
+        blobs. The blobs are marked, for `collect`.
         """
         if not rows:
             return []
@@ -419,13 +458,11 @@ class ArtifactService:
                 await add_withdrawals(
                     connection,
                     [(row.key, row.digest) for row in gone],
-                    cause=WithdrawalCause.DELETED,
+                    cause=cause,
                     now=now,
                 )
         for row in rows:
             self.forget(row.key)
-        if gone:
-            await self.collector.collect_all(digests, only_marked=True)
         return gone
 
 
