@@ -40,10 +40,11 @@ class Region:
 
     Attributes:
         context: its services.
+        clock: its clock, which the test advances.
     """
 
     def __init__(self, world, context, opened):
-        self._world, self._opened = world, opened
+        self._world, self.clock = world, opened.clock
         self.context, self.region = context, context.region
 
     async def copy(self, *numbers, namespace="team"):
@@ -57,7 +58,7 @@ class Region:
 
     async def follow(self):
         """Probe the upstream, and apply its changes."""
-        self._opened.clock.turn(10)
+        self.clock.turn(10)
         await self.region.follower._round()
 
     async def catch_up(self):
@@ -104,12 +105,13 @@ def opened_region(world, tmp_path):
     opened = opener(directory, f"sqlite+aiosqlite:///{directory / 'graphstash.sqlite3'}")
 
     @asynccontextmanager
-    async def make(change=None):
+    async def make(change=None, **settings):
         async with opened(
             auth="tokens",
             upstream_url=world.link(change).url,
             upstream_token=world.admin,
             upstream_answer_seconds=30,
+            **settings,
         ) as server:
             await server.context.region.follower.begin()
             try:
@@ -266,3 +268,21 @@ async def test_store_that_deletes_nothing_delays_no_withdrawal(opened_region, mo
             for each in (some, other)
         ]
         assert heads == [2, 1]  # one entry for each
+
+
+async def test_failed_questions_do_not_age_a_token_that_the_upstream_confirms(opened_region, world):
+    is_busy = False
+
+    def change(request, answer):
+        return BUSY if is_busy and request.path.endswith("/-/access") else answer
+
+    async with opened_region(change, upstream_offline_seconds=1000) as region:
+        access, clock = region.region.access, region.clock
+        access.seconds = clock.steady
+        token = world.center.token("read:team")
+        for number in range(60):  # each half a minute; every ninth question fails
+            is_busy = number % 9 == 8
+            assert await access.find(token) is not None
+            clock.turn(30)
+        is_busy = True
+        assert await access.find(token) is not None

@@ -58,7 +58,8 @@ _STORED_AGAIN_SECONDS: Final = 300.0
 class _Decision(NamedTuple):
     at: float
     principal: Principal | None
-    stored_at: float
+    stored_at: float | None
+    """When this process last stored the confirmation, or None."""
 
     def is_valid(self, now: float) -> bool:
         seconds = _REFUSED_SECONDS if self.principal is None else _CONFIRMED_SECONDS
@@ -156,8 +157,8 @@ class UpstreamAccess:
 
     async def _confirm(self, name: str, access: Access, *, now: float) -> Principal:
         before = self._known.get(name)
-        stored_at = before.stored_at if before is not None else now
-        if before is None or now - stored_at >= _STORED_AGAIN_SECONDS:
+        stored_at = before.stored_at if before is not None else None
+        if stored_at is None or now - stored_at >= _STORED_AGAIN_SECONDS:
             async with self.database.writing() as connection:
                 await put_caller(
                     connection, name, access=access.model_dump_json(), now=self.clock()
@@ -169,7 +170,7 @@ class UpstreamAccess:
         return principal
 
     async def _refuse(self, name: str) -> None:
-        self._remember(name, _Decision(self.seconds(), None, 0.0))
+        self._remember(name, _Decision(self.seconds(), None, None))
         if await self._is_stored(name):
             async with self.database.writing() as connection:
                 await delete_caller(connection, name)
@@ -190,7 +191,9 @@ class UpstreamAccess:
                 retry_after_seconds=_REFUSED_SECONDS,
             )
         principal = _principal(Access.model_validate_json(stored))
-        self._remember(name, _Decision(self.seconds(), principal, self.seconds()))
+        before = self._known.get(name)
+        stored_at = before.stored_at if before is not None else None
+        self._remember(name, _Decision(self.seconds(), principal, stored_at))
         return principal
 
     def _valid(self, name: str, credentials: str) -> _Decision | None:
