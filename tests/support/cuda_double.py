@@ -155,7 +155,9 @@ class _Recording(TorchDispatchMode):
         for tensor in pytree.tree_leaves(results):
             if isinstance(tensor, Tensor):
                 self._made.add(id(tensor))
-        self._operations.append((function, args, kwargs, results))
+        with torch.no_grad():  # a graph knows addresses only, and a tensor may get another
+            operation = pytree.tree_map_only(Tensor, torch.Tensor.detach, (args, kwargs, results))
+        self._operations.append((function, *operation))
         return results
 
     def undo(self) -> None:

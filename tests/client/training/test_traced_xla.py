@@ -9,7 +9,15 @@ pytestmark = pytest.mark.extended
 TRACED = [
     *("sgd", "capturable", "own", "clipping", "clearing", "dropout and draws", "many shapes"),
     *("schedule", "rare schedule", "accumulating", "interrupted", "kept state dictionaries"),
-    *("donation", "dropout repeats", "structures", "retracing", "failing", "one program"),
+    *(
+        "replaced",
+        "donation",
+        "dropout repeats",
+        "structures",
+        "retracing",
+        "failing",
+        "one program",
+    ),
 ]
 REFUSED = [
     *("branching", "step number", "frequent schedule", "host step count", "outside state"),

@@ -75,6 +75,7 @@ class Training:
         parameters = self.model.parameters()
         makers: dict[str, Callable[[], Any]] = {
             "sgd": lambda: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+            "host rate": lambda: torch.optim.SGD(parameters, lr=torch.tensor(0.05), momentum=0.9),
             "adam": lambda: torch.optim.Adam(parameters, lr=0.01),
             "capturable": lambda: torch.optim.Adam(parameters, lr=0.01, capturable=True),
             "own": lambda: AdamW(parameters, lr=0.01),
@@ -346,6 +347,24 @@ def interrupted(training: Training) -> Training:
     return training.train(range(STEPS), after=after)
 
 
+def replaced(training: Training) -> Training:
+    """Put other tensors in places of the state between steps, and change a number on the host."""
+
+    def after(training: Training, number: int) -> None:
+        if number == 8:
+            training.optimizer.state.clear()
+        if number == 13:
+            norm: Any = training.model[1]
+            norm.running_mean = norm.running_mean * 0.5
+        if number == 17:
+            for _ in range(2):
+                training.optimizer.load_state_dict(to_host(training.optimizer.state_dict()))
+        if number == 21:
+            training.optimizer.param_groups[0]["lr"].mul_(0.1)
+
+    return training.train(range(STEPS), after=after)
+
+
 def drawing(training: Training) -> Training:
     """Draw random numbers on the device between steps. The steps' random numbers continue."""
 
@@ -545,6 +564,7 @@ CHECKS: dict[str, Callable[[], object]] = {
     "rare schedule": rare_schedule,
     "accumulating": partial(require, cleared_outside, function=accumulating),
     "interrupted": partial(require, interrupted, optimizer="own"),
+    "replaced": partial(require, replaced, optimizer="host rate"),
     "branching": partial(refuse, ["graph differs from one step to the next"], function=branching),
     "step number": partial(
         refuse,

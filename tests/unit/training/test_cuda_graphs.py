@@ -1,6 +1,7 @@
 """The traced step as a CUDA graph, on a double that enforces CUDA's rules. tests/gpu uses a GPU."""
 
 import math
+from copy import deepcopy
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch.nn import functional
 
 from graphstash.training.optimizers import SGD, AdamW
 from graphstash.training.optimizers.gradients import LossScale
-from graphstash.training.traced import comparison
+from graphstash.training.traced import comparison, referents
 from graphstash.training.traced.comparison import compared
 from graphstash.training.traced.step import State
 from graphstash.training.traced.torch_graph import CudaGraphStep
@@ -207,7 +208,9 @@ def test_graph_that_repeats_another_effect_of_the_function_is_refused(cuda):
         return counter.mean.add_(x).sum(), counter.calls
 
     reasons = {
-        replacing: "the function replaces `mean`, which a CUDA graph cannot repeat",
+        replacing: "CUDA graph capture failed: the function replaces `mean`, or changes it on the "
+        "host, which a CUDA graph cannot repeat; write in place, on the device (torch.optim: "
+        "capturable=True)",
         counting: "the function returns other Python values than its CUDA graph",
     }
     for function, reason in reasons.items():
@@ -217,6 +220,77 @@ def test_graph_that_repeats_another_effect_of_the_function_is_refused(cuda):
             step(torch.ones(4))
         assert step.reason == reason
     assert counter.mean.tolist() == [STEPS] * 4
+
+
+def replaced_data(training):
+    training.model[0].weight.data = training.model[0].weight.data * 0.5
+
+
+def cleared(training):
+    training.optimizer.state.clear()
+
+
+def loaded_twice(training):
+    """A dictionary may get the id of the one before the last."""
+    for _ in range(2):
+        training.optimizer.load_state_dict(deepcopy(training.optimizer.state_dict()))
+
+
+def new_layer(training):
+    layer = nn.Linear(16, 1)
+    layer.load_state_dict(training.model[2].state_dict())
+    training.model[2] = layer
+
+
+@pytest.mark.parametrize("change", [replaced_data, cleared, loaded_twice, new_layer])
+def test_graph_is_not_used_for_other_tensors_than_those_of_its_capture(cuda, change):
+    traced, plain = Training(traced=True), Training(traced=False)
+    for training in (traced, plain):
+        training.train(range(6))
+        change(training)
+    assert_equal_training(traced, plain)
+    assert (traced.step.mode, cuda.captures) == ("traced", 2)
+
+
+def test_step_whose_state_is_replaced_before_each_capture_is_refused(cuda):
+    traced = Training(traced=True)
+    for number in range(5):
+        traced.train(range(4))
+        assert (traced.step.mode == "traced") == (number < 4)
+        replaced_data(traced)
+    assert "are replaced again and again" in traced.step.reason
+
+
+@pytest.fixture
+def rate(monkeypatch):
+    """A tensor on the host. The double has one device, so the fixture says which tensor it is."""
+    tensor = torch.tensor(0.5)
+    monkeypatch.setattr(referents, "_is_on_host", lambda each, _: each is tensor)
+    return tensor
+
+
+@pytest.mark.parametrize("who", ["caller", "step"])
+def test_graph_is_not_used_for_other_values_of_the_host(cuda, rate, who):
+    weight = torch.zeros(3)
+    value = rate.numpy()  # the double records and undoes operations of torch
+
+    def function():
+        nonlocal value
+        weight.sub_(torch.full((), float(value)))
+        if who == "step":
+            value *= 0.5
+
+    step = CudaGraphStep(function, State([weight, rate]), device=CPU)
+    for number in range(STEPS):
+        if who == "caller" and number == STEPS - 2:
+            rate.fill_(0.25)
+        step()
+    if who == "caller":
+        torch.testing.assert_close(weight, torch.full((3,), -0.5 * (STEPS - 2) - 0.25 * 2))
+        assert step.reason is None
+    else:
+        torch.testing.assert_close(weight, torch.full((3,), 0.5**STEPS - 1))
+        assert "changes it on the host" in step.reason
 
 
 @pytest.mark.parametrize("how", ["cleared in the step", "added up", "added to a copy"])

@@ -347,7 +347,6 @@ CHANGES = {
     "requires_grad": (lambda t: t.model[0].weight.requires_grad_(False), "structure"),
     "grad": (lambda t: t.model[0].weight.__setattr__("grad", None), "structure"),
     "learning rate": (lambda t: t.optimizer.param_groups[0].update(lr=0.5), "values"),
-    "load": (lambda t: t.optimizer.load_state_dict(t.optimizer.state_dict()), "values"),
 }
 
 

@@ -23,8 +23,10 @@ Rules for `train_step`:
   of a class, and writes through `.data` or NumPy. The comparison changes these tensors three times,
   so put them into `state`.
 * A Python number that changes rarely is detected if it is an option of an optimizer, `training` or
-  `requires_grad` of a module, or part of the batch. Call `retrace()` after any other change.
-  Otherwise a graph keeps the old number, or the old tensor from outside of `state` and the batch.
+  `requires_grad` of a module, or part of the batch. So are other tensors in a place of the state,
+  and other values of its tensors on the host: the step is then recorded again. Call `retrace()`
+  after any other change. Otherwise a graph keeps the old number, or the old tensor from outside of
+  `state` and the batch.
 * Hooks may be registered and removed between steps. On a CPU, the step runs uncompiled while a
   module has hooks and had none at the compilation, or the reverse, and while other weights are tied
   than then: torch.compile notices neither. `retrace()` compiles for the present hooks and ties.
@@ -37,6 +39,7 @@ A step that cannot be traced runs as usual, with a warning that says why.
 
     step        the state of a step, and what all implementations share
     xla         torch_xla: when to record, to refuse, and to run the frozen step
+    referents   whether the state still has the objects of a recording
     recorder    one recorded step as a graph, and whether two are the same
     bindings    the functions of torch_xla that this needs
     torch_graph plain torch: torch.compile, CUDA graphs

@@ -87,6 +87,10 @@ class Outside:
             if id(tensor) not in self._inside and not tensor.is_inference():
                 self._found.append((place, tensor, tensor._version))
 
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors."""
+        return [tensor for _, tensor, _ in self._found]
+
     def changes(self) -> Changes:
         """Return what has changed since."""
         written = {place.name: each for place, each, was in self._found if each._version != was}

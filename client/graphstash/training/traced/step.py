@@ -7,13 +7,16 @@ tensors, which are arguments of the graph, or host values, which are compared be
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Any, Final, Generic, Literal, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
+
+if TYPE_CHECKING:
+    from graphstash.training.traced.referents import Referents
 
 __all__ = [
     "STRUCTURES",
@@ -163,14 +166,28 @@ class State:
             if (hooks := getattr(module, name))
         ]
 
-    def values(self) -> Hashable:
-        """Return the host's state that a graph may contain as constants: the identity of each
-        optimizer's state, which `load_state_dict` replaces, and options that are not uploaded.
+    def objects(self) -> list[object]:
+        """Return the objects that a graph of the step may read or write, except gradients: the
+        parts of the modules, and the tensors and parameters of all other elements.
         """
-        return (
-            tuple([id(optimizer.state) for optimizer in self.optimizers]),
-            tuple([_options(g) for optimizer in self._scheduled for g in optimizer.param_groups]),
-        )
+        found: list[object] = []
+        for module in self._modules:
+            found += module._modules.values()
+            found += module._parameters.values()
+            found += module._buffers.values()
+        for element in self._elements:
+            if not isinstance(element, nn.Module):
+                found += _tensors_of(element)
+            if isinstance(element, Optimizer):
+                for group in element.param_groups:
+                    found += group["params"]
+        return found
+
+    def values(self) -> Hashable:
+        """Return the options of optimizers that a graph may contain as constants, because they are
+        not uploaded. A tensor stands for itself; `objects` has it.
+        """
+        return tuple([_options(g) for each in self._scheduled for g in each.param_groups])
 
     def options(self) -> Hashable:
         """Return the options of all optimizers, including those that upload them."""
@@ -219,6 +236,10 @@ _HOOKS_ON_ALL: Final = tuple(getattr(module_hooks, f"_global{name}") for name in
 STRUCTURES: Final = 8
 """Maximum number of graphs. Each structure of a batch and of the model's flags needs one."""
 
+_REPLACEMENTS: Final = 4
+"""Number of replacements of state in a row, each before a graph has run again, at which a step is
+refused."""
+
 _CONSTANTS: Final = (bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 _log = logging.getLogger("graphstash")
@@ -240,6 +261,9 @@ class TracedStep(ABC, Generic[R]):
         self._state = state
         self._refused = False
         self._warned: set[str] = set()
+        self._referents: Referents | None = None  # of all graphs
+        self._has_run = False  # a graph, since the last replacement
+        self._replacements = 0
 
     @abstractmethod
     def __call__(self, *batch: Any) -> R:
@@ -250,17 +274,37 @@ class TracedStep(ABC, Generic[R]):
         """Discard the graphs, so that the next steps run the function again. Retry a refused step.
 
         Call it after changes that a traced step does not detect: of a Python value that the
-        function uses, of a tensor outside of `state` and the batch, or after replacing a parameter.
+        function uses, or of a tensor outside of `state` and the batch.
         """
 
     def _restart(self) -> None:
         self.mode = "recording"
         self.reason = None
         self._refused = False
+        self._referents = None
+        self._has_run = False
+        self._replacements = 0
         self._state.scan()
         for optimizer in self._state.optimizers:
             if getattr(optimizer, "works_on_host", False):
                 self._refuse(f"{type(optimizer).__name__} computes a part of its steps on the host")
+
+    def _is_replaced(self) -> bool:
+        """Return whether the state has other objects than at the recording of the graphs, which are
+        then of no use. Refuse the step if this happens again and again.
+        """
+        if self._referents is None or self._referents.are_of(self._state):
+            return False
+        self._referents = None
+        self._state.scan()
+        self._replacements = 1 if self._has_run else self._replacements + 1
+        self._has_run = False
+        if self._replacements == _REPLACEMENTS:
+            self._refuse(
+                "tensors of the state, or their values on the host, are replaced again and again "
+                "between the steps; change them in place, on the device"
+            )
+        return True
 
     def _refuse(self, reason: str) -> None:
         self._refused = True

@@ -26,6 +26,7 @@ from graphstash.training.fusion.base import require_unfused
 from graphstash.training.traced.capture import capturing
 from graphstash.training.traced.comparison import Comparison, compared
 from graphstash.training.traced.outside import NO_CHANGES, Outside
+from graphstash.training.traced.referents import Referents
 from graphstash.training.traced.step import (
     STRUCTURES,
     State,
@@ -88,6 +89,10 @@ _CHANGED: Final = (
     "torch.compile does not notice that a module has got its first hook or lost its last one, or "
     "that weights are tied or untied; call retrace() on the step to compile it for the present ones"
 )
+
+
+class _UnrepeatableError(Exception):
+    """A graph would not repeat an effect of the function. The message names it."""
 
 
 def _discard_programs() -> None:
@@ -208,13 +213,10 @@ class CudaGraphStep(TracedStep[R]):
     def __call__(self, *batch: Any) -> R:
         """Run one step."""
         self._state.refresh()
-        if self._refused:
+        flat = None if self._refused else self._flatten(batch)
+        if flat is None:
             return self._run(*batch)
-        try:
-            tensors, layout = flatten_batch(batch)
-        except UnsupportedBatchError as why:
-            self._refuse(str(why))
-            return self._run(*batch)
+        tensors, layout = flat
         structure = (
             layout,
             self._state.structure(),
@@ -236,8 +238,26 @@ class CudaGraphStep(TracedStep[R]):
             if made.is_made:
                 return cast("R", made.result)
         self.mode = "traced"
+        self._has_run = True
         result: R = capture(tensors)
         return result
+
+    def _flatten(self, batch: Sequence[Any]) -> tuple[list[Tensor], Hashable] | None:
+        """Return the tensors of a batch and its layout. None if this step runs without a graph."""
+        try:
+            tensors, layout = flatten_batch(batch)
+        except UnsupportedBatchError as why:
+            self._refuse(str(why))
+            return None
+        if any(tensor.device.type != self._device.type for tensor in tensors):
+            self._fall_back(
+                "a tensor of the batch is on the host; move it to the device before the step"
+            )
+            return None
+        if self._is_replaced():
+            self._captures.clear()
+            self._steps.clear()
+        return None if self._refused else (tensors, layout)
 
     def _compare(
         self, capture: "_Capture", batch: Sequence[Any], tensors: list[Tensor]
@@ -265,6 +285,9 @@ class CudaGraphStep(TracedStep[R]):
         if done <= self._warm_up_steps:
             return self._warm_up(batch)
         before = Snapshot(self._state, values=False)  # a capture only records
+        if self._referents is None or not self._captures:
+            self._referents = Referents(self._state, self._device, has_addresses=True)
+        referents = self._referents
         outside = Outside(self._function, self._state)
         changes = NO_CHANGES
 
@@ -277,15 +300,23 @@ class CudaGraphStep(TracedStep[R]):
         try:
             with_pool = partial(capturing, pool=self._pool, stream=self._side)
             capture = _Capture(recorded, batch, tensors, with_pool, self._state.parameters)
+            if not referents.are_of(self._state):
+                raise _UnrepeatableError(  # noqa: TRY301 - a capture with this effect has failed
+                    f"the function replaces {referents.changed_in(self._state) or 'its state'}, "
+                    "or changes it on the host, which a CUDA graph cannot repeat; write in place, "
+                    "on the device (torch.optim: capturable=True)"
+                )
         except Exception as error:  # noqa: BLE001 - the function's own error is raised again below
             outside.restore_places()  # a failed capture leaves tensors without values
             before.restore()
+            referents.restore_host()
             self._state.refresh()
             self._captures.clear()
             self._refuse(f"CUDA graph capture failed: {_cause(error)}")
         if self._refused:  # now, because the error's traceback held the tensors of the capture
             return self._run(*batch)
         capture.changes = changes
+        capture.outside = outside.tensors()
         self._captures[structure] = capture
         self.mode = "traced"
         result: R = capture(tensors)
@@ -310,7 +341,7 @@ class CudaGraphStep(TracedStep[R]):
 
 class _Capture:
     """One captured step, with its static inputs and results. `changes` has what the capture did to
-    tensors outside of the state.
+    tensors outside of the state. `outside` has those tensors, whose memory the graph reads.
     """
 
     def __init__(
@@ -323,6 +354,7 @@ class _Capture:
     ) -> None:
         self.is_compared = False
         self.changes = NO_CHANGES
+        self.outside: Sequence[Tensor] = ()
         before = [parameter.grad for parameter in parameters]
         self._inputs = [tensor.clone() for tensor in tensors]
         leaves, nesting = pytree.tree_flatten(tuple(batch))
@@ -365,6 +397,8 @@ def _process_count() -> int:
 
 
 def _cause(error: Exception) -> str:
+    if isinstance(error, _UnrepeatableError):
+        return str(error)
     cause = getattr(error, "inner_exception", None) or error
     text = " ".join(str(cause).split("\n\n")[0].split())
     return f"{type(cause).__name__}: {text[:_CAUSE_LENGTH]}"

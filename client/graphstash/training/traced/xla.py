@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 from graphstash.training.traced import bindings
 from graphstash.training.traced.bindings import XLA, Ownership, Seeds, unusable
 from graphstash.training.traced.recorder import CannotFreezeError, Record, Recorder, difference
+from graphstash.training.traced.referents import Referents
 from graphstash.training.traced.step import (
     STRUCTURES,
     State,
@@ -134,8 +135,7 @@ class XlaStep(TracedStep[R]):
         """Discard the graphs."""
         self._restart()
         self._failures = 0
-        self._programs: dict[Hashable, Program] = {}
-        self._records: dict[Hashable, Record] = {}
+        self._discard_graphs()
         if (reason := unusable()) is not None:
             self._refuse(reason)
 
@@ -149,12 +149,17 @@ class XlaStep(TracedStep[R]):
         except UnsupportedBatchError as error:
             self._refuse(str(error))
             return self._run_lazily(batch)
+        if self._is_replaced():
+            self._discard_graphs()
+            if self._refused:
+                return self._run_lazily(batch)
         structure = (layout, self._state.structure(), self._state.hooks())
         values = self._state.values()
         program = self._programs.get(structure)
         if program is not None and program.values == values:
             self.mode = "traced"
             self.reason = None
+            self._has_run = True
             result: R = program(tensors)
             return result
         if (
@@ -180,6 +185,8 @@ class XlaStep(TracedStep[R]):
                 "a tensor of the batch is on the host; move it to the device before the step"
             )
             return self._run_lazily(batch)
+        if not self._programs:
+            self._referents = Referents(self._state, torch.device("xla"), has_addresses=False)
         recorder = Recorder(self._device, self._state, tensors, ownership=self._ownership)
         result: R = recorder.run(self._function, batch)
         try:
@@ -209,12 +216,15 @@ class XlaStep(TracedStep[R]):
         )
         return result
 
+    def _discard_graphs(self) -> None:
+        self._programs: dict[Hashable, Program] = {}
+        self._records: dict[Hashable, Record] = {}
+
     def _fail(self, reason: str) -> None:
         self._failures += 1
         if self._failures == _PATIENCE:
             self._refuse(reason)
-            self._programs.clear()
-            self._records.clear()
+            self._discard_graphs()
 
     def _run_lazily(self, batch: Sequence[Any]) -> R:
         result: R = detached(self._function(*batch))

@@ -1,0 +1,81 @@
+"""Referents: the objects that graphs refer to, and whether a state still has the same ones.
+
+A graph reads and writes the tensors of its recording, and contains the values of tensors on the
+host. Between two steps, code may put another tensor in a place of the state: by `load_state_dict`,
+`optimizer.state.clear()`, `parameter.data = ...` or `module.buffer = ...`. Then the graph would
+train on tensors that nobody reads.
+"""
+
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphstash.training.traced.step import State
+
+__all__ = ["Referents"]
+
+
+class Referents:
+    """The objects of a state at a recording. They stay alive, so no other object gets an id of one.
+
+    Args:
+        state: the state of the step.
+        device: the device of the step. Tensors elsewhere are constants of a graph.
+        has_addresses: whether the graph reads memory addresses, as a CUDA graph does.
+    """
+
+    def __init__(self, state: State, device: torch.device, *, has_addresses: bool) -> None:
+        self._objects = state.objects()
+        tensors = [each for each in self._objects if isinstance(each, Tensor)]
+        self._placed = tensors if has_addresses else []
+        self._addresses = [_address(each) for each in self._placed]
+        self._on_host = [each for each in tensors if _is_on_host(each, device)]
+        self._contents = [_content(each) for each in self._on_host]
+        self._kept = [each.detach().clone() for each in self._on_host]
+
+    def are_of(self, state: State) -> bool:
+        """Return whether the state has these objects, at these addresses, with these contents on
+        the host.
+        """
+        objects = state.objects()
+        return (
+            len(objects) == len(self._objects)
+            and all(map(is_, objects, self._objects))
+            and [_address(each) for each in self._placed] == self._addresses
+            and [_content(each) for each in self._on_host] == self._contents
+        )
+
+    def changed_in(self, state: State) -> str:
+        """Return the names of the state's tensors for which `are_of` is false, or an empty string
+        if they are unknown.
+        """
+        held = set(map(id, self._objects))
+        changed = [x for x in state.objects() if isinstance(x, Tensor) and id(x) not in held]
+        pairs = zip(self._placed, self._addresses, strict=True)
+        changed += [tensor for tensor, address in pairs if _address(tensor) != address]
+        hosted = zip(self._on_host, self._contents, strict=True)
+        changed += [tensor for tensor, content in hosted if _content(tensor) != content]
+        return ", ".join(f"`{name}`" for name in dict.fromkeys(state.names(changed)))
+
+    @torch.no_grad()
+    def restore_host(self) -> None:
+        """Give the tensors on the host the values that they had."""
+        for tensor, value in zip(self._on_host, self._kept, strict=True):
+            tensor.copy_(value)
+
+
+def _is_on_host(tensor: Tensor, device: torch.device) -> bool:
+    return tensor.device.type != device.type
+
+
+def _address(tensor: Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # a subclass without memory of its own
+        return 0
+
+
+def _content(tensor: Tensor) -> Any:
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()
