@@ -46,6 +46,20 @@ def test_publishes_survive_the_death_of_both_servers(world, request, database):
     assert site.events(world.admin)["publish_sent"] == 6
 
 
+@pytest.mark.extended
+def test_region_killed_while_it_sends_delivers_after_the_restart(world):
+    site = world.region()
+    region = world.api(site)
+    blobs = {number: envelope(region, number, b"x" * 100_000) for number in range(20)}
+    for number, blob in blobs.items():
+        assert region.put(blob, number).status_code == 201
+    site.kill()
+    site.start()
+    center = world.api(world.center)
+    until(lambda: site.events(world.admin)["queued"] == 0)
+    assert {number: center.get(number).content for number in blobs} == blobs
+
+
 def test_first_artifact_at_the_upstream_replaces_those_of_all_regions(world):
     sites = [world.region(), world.region()]
     regions = [world.api(site) for site in sites]

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     )
     from graphstash.training.threads import DeviceExecutor
     from graphstash.training.traced import TracedStep, traced_step
-    from graphstash.training.traced.step import DeviceState
+    from graphstash.training.traced.state import DeviceState
 
 __all__ = [
     "LAMB",

@@ -12,7 +12,7 @@ from graphstash.training.optimizers import SGD, AdamW
 from graphstash.training.optimizers.gradients import LossScale
 from graphstash.training.traced import comparison, referents
 from graphstash.training.traced.comparison import compared
-from graphstash.training.traced.step import State
+from graphstash.training.traced.state import State
 from graphstash.training.traced.torch_graph import CudaGraphStep
 from support.cuda_double import CudaDouble
 

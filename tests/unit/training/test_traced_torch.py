@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from graphstash.training.optimizers import AdamW
 from graphstash.training.traced import torch_graph, traced_step
-from graphstash.training.traced.step import State
+from graphstash.training.traced.state import State
 from support.deferred import Deferred
 
 inductor = Deferred("torch._inductor.config")

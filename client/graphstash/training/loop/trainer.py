@@ -55,7 +55,7 @@ from graphstash.training.loop.resuming import (
 from graphstash.training.loop.training_step import Options, TrainingStep
 from graphstash.training.sharding import distributed_like
 from graphstash.training.traced import traced_step
-from graphstash.training.traced.step import State, StateElement
+from graphstash.training.traced.state import State, StateElement
 
 __all__ = ["train"]
 

@@ -37,7 +37,8 @@ Rules for `train_step`:
 
 A step that cannot be traced runs as usual, with a warning that says why.
 
-    step        the state of a step, and what all implementations share
+    state       what a step changes, and what changes between steps
+    step        what all implementations share
     xla         torch_xla: when to record, to refuse, and to run the frozen step
     referents   whether the state still has the objects of a recording
     recorder    one recorded step as a graph, and whether two are the same
@@ -52,7 +53,8 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from graphstash.training.device import donates
-from graphstash.training.traced.step import State, StateElement, TracedStep
+from graphstash.training.traced.state import State, StateElement
+from graphstash.training.traced.step import TracedStep
 
 __all__ = ["TracedStep", "traced_step"]
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from graphstash.training.traced.outside import NO_CHANGES, Changes, Outside
-from graphstash.training.traced.step import State
+from graphstash.training.traced.state import State
 
 __all__ = ["Comparison", "compared"]
 

@@ -18,7 +18,8 @@ from typing import Any, Final, NamedTuple, cast
 from torch import Tensor
 from torch.optim import Optimizer
 
-from graphstash.training.traced.step import State, TracedStep
+from graphstash.training.traced.state import State
+from graphstash.training.traced.step import TracedStep
 
 __all__ = ["NO_CHANGES", "Changes", "Outside", "Place"]
 

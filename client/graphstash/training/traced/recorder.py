@@ -26,7 +26,8 @@ from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
 from graphstash.training.traced import bindings
 from graphstash.training.traced.bindings import XLA, Ownership, Seeds
-from graphstash.training.traced.step import State, detached
+from graphstash.training.traced.state import State
+from graphstash.training.traced.step import detached
 
 __all__ = ["CannotFreezeError", "Place", "Record", "Recorder", "difference"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphstash.training.traced.step import State
+from graphstash.training.traced.state import State
 
 __all__ = ["Referents"]
 

@@ -27,9 +27,9 @@ from graphstash.training.traced.capture import capturing
 from graphstash.training.traced.comparison import Comparison, compared
 from graphstash.training.traced.outside import NO_CHANGES, Outside
 from graphstash.training.traced.referents import Referents
+from graphstash.training.traced.state import State
 from graphstash.training.traced.step import (
     STRUCTURES,
-    State,
     TracedStep,
     UnsupportedBatchError,
     detached,

@@ -17,9 +17,9 @@ from graphstash.training.traced import bindings
 from graphstash.training.traced.bindings import XLA, Ownership, Seeds, unusable
 from graphstash.training.traced.recorder import CannotFreezeError, Record, Recorder, difference
 from graphstash.training.traced.referents import Referents
+from graphstash.training.traced.state import State
 from graphstash.training.traced.step import (
     STRUCTURES,
-    State,
     TracedStep,
     UnsupportedBatchError,
     detached,
