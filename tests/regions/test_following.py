@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import threading
 from contextlib import closing
 
@@ -68,6 +69,33 @@ def test_region_compares_its_copies_after_a_gap_in_the_list(world):
     site.start()
     until(lambda: read(region, 1).status_code == 404)
     assert read(region, 2).status_code == 200
+
+
+def test_upstream_restored_from_a_backup_ends_only_what_its_list_names(world, tmp_path):
+    center, site = world.api(world.center), world.region()
+    region = world.api(site)
+    for number in (1, 2):
+        assert center.put(envelope(center, number), number).status_code == 201
+        assert read(region, number).status_code == 200
+    world.center.kill()
+    shutil.copytree(tmp_path / "center", tmp_path / "backup")
+    world.center.start()
+    until(lambda: site.events(world.admin).get("up") == 1)
+    assert region.put(envelope(region, 3), 3).status_code == 201
+    until(lambda: center.get(3).status_code == 200)
+    assert center.delete(1).status_code == 204
+    until(lambda: read(region, 1).status_code == 404)
+
+    world.center.kill()
+    shutil.rmtree(tmp_path / "center")
+    shutil.copytree(tmp_path / "backup", tmp_path / "center")
+    world.center.start()
+    assert center.delete(2).status_code == 204
+    until(lambda: read(region, 2).status_code == 404)
+    assert read(region, 3).status_code == 200
+    listed = region.http.get("/v1/team/withdrawals").json()["withdrawals"]
+    names = {each["key"].rpartition("/")[2] for each in listed}
+    assert names == {region.fingerprint(number) for number in (1, 2)}
 
 
 def test_revoked_token_is_refused_by_the_region(world):

@@ -258,6 +258,19 @@ class Follower:
             last, position = position, applied
 
     async def _page(self, namespace: Namespace, after: ListPosition) -> WithdrawalList:
+        """Return the withdrawals after a position.
+
+        The list does not continue at a position that the upstream lost when it was restored from a
+        backup. If it then still has its first entry, return its first page. The list is then whole:
+        an artifact that it does not name was not withdrawn, although the upstream may lack it.
+        """
+        page = await self._read_page(namespace, after)
+        if page.is_complete or after == LIST_START:
+            return page
+        first = await self._read_page(namespace, LIST_START)
+        return first if first.is_complete else page
+
+    async def _read_page(self, namespace: Namespace, after: ListPosition) -> WithdrawalList:
         path = f"{API_PREFIX}/{namespace}/withdrawals?after={after}"
         answer = await self.client.ask(path)
         if answer.status != 200:
