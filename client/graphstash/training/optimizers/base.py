@@ -460,12 +460,9 @@ class SyncFreeOptimizer(Optimizer):
 
     def device_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors of the state, and the uploaded numbers."""
-        seen = set()
-        for state in self.state.values():
-            for value in state.values():
-                if isinstance(value, Tensor) and id(value) not in seen:
-                    seen.add(id(value))
-                    yield value
+        states = self.state.values()
+        tensors = [x for state in states for x in state.values() if isinstance(x, Tensor)]
+        yield from {id(each): each for each in tensors}.values()
         yield from self._scalars
 
     def _new_state(self, group: Group) -> NewState:

@@ -29,8 +29,8 @@ class Referents:
     def __init__(self, state: State, device: torch.device, *, has_addresses: bool) -> None:
         self._objects = state.objects()
         tensors = [each for each in self._objects if isinstance(each, Tensor)]
-        self._placed = tensors if has_addresses else []
-        self._addresses = [_address(each) for each in self._placed]
+        self._placed = [each for each in tensors if has_addresses and _has_address(each)]
+        self._addresses = [each.data_ptr() for each in self._placed]
         self._on_host = [each for each in tensors if _is_on_host(each, device)]
         self._contents = [_content(each) for each in self._on_host]
         self._kept = [each.detach().clone() for each in self._on_host]
@@ -43,7 +43,7 @@ class Referents:
         return (
             len(objects) == len(self._objects)
             and all(map(is_, objects, self._objects))
-            and [_address(each) for each in self._placed] == self._addresses
+            and [each.data_ptr() for each in self._placed] == self._addresses
             and [_content(each) for each in self._on_host] == self._contents
         )
 
@@ -54,7 +54,7 @@ class Referents:
         held = set(map(id, self._objects))
         changed = [x for x in state.objects() if isinstance(x, Tensor) and id(x) not in held]
         pairs = zip(self._placed, self._addresses, strict=True)
-        changed += [tensor for tensor, address in pairs if _address(tensor) != address]
+        changed += [tensor for tensor, address in pairs if tensor.data_ptr() != address]
         hosted = zip(self._on_host, self._contents, strict=True)
         changed += [tensor for tensor, content in hosted if _content(tensor) != content]
         return ", ".join(f"`{name}`" for name in dict.fromkeys(state.names(changed)))
@@ -70,11 +70,13 @@ def _is_on_host(tensor: Tensor, device: torch.device) -> bool:
     return tensor.device.type != device.type
 
 
-def _address(tensor: Tensor) -> int:
+def _has_address(tensor: Tensor) -> bool:
+    """Return whether a tensor has memory, which some subclasses have not."""
     try:
-        return tensor.data_ptr()
-    except RuntimeError:  # a subclass without memory of its own
-        return 0
+        tensor.data_ptr()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _content(tensor: Tensor) -> Any:

@@ -65,6 +65,9 @@ class State:
             for group in optimizer.param_groups:
                 parameters += group["params"]
         self._modules = list(_distinct(modules))
+        self._tables: list[dict[str, Any]] = [
+            table for m in self._modules for table in (m._parameters, m._buffers, m._modules)
+        ]
         self.parameters: list[Tensor] = list(_distinct(parameters))
 
     def has_begun(self) -> bool:
@@ -151,19 +154,20 @@ class State:
 
     def objects(self) -> list[object]:
         """Return the objects that a graph of the step may read or write, except gradients: the
-        parts of the modules, and the tensors and parameters of all other elements.
+        parts of the modules, the parameters and the state of optimizers, and other tensors.
         """
         found: list[object] = []
-        for module in self._modules:
-            found += module._modules.values()
-            found += module._parameters.values()
-            found += module._buffers.values()
+        for table in self._tables:
+            found += table.values()
         for element in self._elements:
-            if not isinstance(element, nn.Module):
-                found += _tensors_of(element)
             if isinstance(element, Optimizer):
+                for values in element.state.values():
+                    found += values.values()
                 for group in element.param_groups:
                     found += group["params"]
+                    found += [value for value in group.values() if isinstance(value, Tensor)]
+            elif not isinstance(element, nn.Module):
+                found += _tensors_of(element)
         return found
 
     def values(self) -> Hashable:
