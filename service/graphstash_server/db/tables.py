@@ -491,7 +491,9 @@ withdrawals = Table(
 )
 """Artifacts that were withheld, deleted or replaced, numbered per namespace without gaps. By the
 random `mark`, a client detects that a restored backup has numbered the entries again. The
-transaction of the change adds the row. The oldest rows are deleted by age and number."""
+transaction of the change adds the row. The oldest rows are deleted by age and number. A row with
+the cause `gap` names no artifact, and the list does not continue across it
+(`queries.withdrawals`)."""
 
 withdrawal_heads = Table(
     "withdrawal_heads",
