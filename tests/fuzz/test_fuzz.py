@@ -4,6 +4,7 @@
 """
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -71,7 +72,8 @@ def test_target_accepts_every_input(target, tmp_path, is_extended):
     done = fuzz(FUZZ / f"{target}.py", tmp_path, f"-runs={runs}")
 
     assert done.returncode == 0, done.stderr[-6000:]
-    assert f"Done {runs} runs" in done.stderr
+    (made,) = re.findall(r"^Done (\d+) runs in", done.stderr, re.MULTILINE)
+    assert int(made) >= runs  # libFuzzer sometimes makes one more
 
 
 def test_planted_bug_is_found_and_its_printed_input_reproduces_it(tmp_path):

@@ -387,7 +387,7 @@ def test_a_search_beats_random_on_a_lattice_with_a_known_optimum(name, shape, op
     Costs are logarithms over the optimum. Wilcoxon's signed-rank test compares paired seeds. `make
     bench-tuning` has full sizes.
     """
-    space, cost, seeds, budget = GemmSpace(32, 32, 32), COSTS[shape], 8, 150
+    space, cost, seeds, budget = GemmSpace(32, 32, 32), COSTS[shape], 15, 150
     optimum = min(cost(space.named(each)) for each in space)
     areas = {
         which: [
