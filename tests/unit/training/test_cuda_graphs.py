@@ -14,6 +14,7 @@ from graphstash.training.traced import comparison, referents
 from graphstash.training.traced.comparison import compared
 from graphstash.training.traced.state import State
 from graphstash.training.traced.torch_graph import CudaGraphStep
+from support import cuda_double
 from support.cuda_double import CudaDouble
 
 STEPS = 9
@@ -263,8 +264,11 @@ def test_step_whose_state_is_replaced_before_each_capture_is_refused(cuda):
 
 @pytest.fixture
 def rate(monkeypatch):
-    """A tensor on the host. The double has one device, so the fixture says which tensor it is."""
+    """A tensor on the host. The double has one device, so the fixture says which tensor it is, and
+    lets a capture read tensors.
+    """
     tensor = torch.tensor(0.5)
+    monkeypatch.setattr(cuda_double, "_READS", frozenset())
     monkeypatch.setattr(referents, "_is_on_host", lambda each, _: each is tensor)
     return tensor
 
@@ -291,6 +295,20 @@ def test_graph_is_not_used_for_other_values_of_the_host(cuda, rate, who):
     else:
         torch.testing.assert_close(weight, torch.full((3,), 0.5**STEPS - 1))
         assert "changes it on the host" in step.reason
+
+
+def test_uploaded_learning_rate_on_the_host_may_change_with_every_step(cuda, rate):
+    """Our optimizers upload it, so the graph needs no other capture."""
+    rates = rate, rate.clone()
+    traced, plain = (
+        Training(traced=each, optimizer=lambda parameters, lr, own=own: AdamW(parameters, lr=own))
+        for each, own in zip((True, False), rates, strict=True)
+    )
+    for number in range(STEPS):
+        for each in rates:
+            each.fill_(0.01 / (number + 1))
+        close(traced.train([number]), plain.train([number]))
+    assert (traced.step.mode, cuda.captures) == ("traced", 1)
 
 
 @pytest.mark.parametrize("how", ["cleared in the step", "added up", "added to a copy"])

@@ -154,7 +154,8 @@ class State:
 
     def objects(self) -> list[object]:
         """Return the objects that a graph of the step may read or write, except gradients: the
-        parts of the modules, the parameters and the state of optimizers, and other tensors.
+        parts of the modules, the parameters and the state of optimizers, their options that are
+        tensors and are not uploaded, and other tensors.
         """
         found: list[object] = []
         for table in self._tables:
@@ -165,9 +166,11 @@ class State:
                     found += values.values()
                 for group in element.param_groups:
                     found += group["params"]
-                    found += [value for value in group.values() if isinstance(value, Tensor)]
             elif not isinstance(element, nn.Module):
                 found += _tensors_of(element)
+        for optimizer in self._scheduled:
+            for group in optimizer.param_groups:
+                found += [value for value in group.values() if isinstance(value, Tensor)]
         return found
 
     def values(self) -> Hashable:
@@ -177,7 +180,7 @@ class State:
         return tuple([_options(g) for each in self._scheduled for g in each.param_groups])
 
     def options(self) -> Hashable:
-        """Return the options of all optimizers, including those that upload them."""
+        """Return the options of all optimizers. Some optimizers upload their options."""
         return tuple([_options(g) for optimizer in self.optimizers for g in optimizer.param_groups])
 
 
