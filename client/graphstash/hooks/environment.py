@@ -111,7 +111,7 @@ def omitted_flags(environ: Mapping[str, str]) -> dict[str, str]:
     """Return what JAX's key omits of the flags: the contents of files, and the order of repeated
     flags of libtpu. JAX sorts the flags, but the last value counts.
     """
-    parts = environment_parts(environ)
+    parts = environment_parts({name: environ[name] for name in _FLAGS if name in environ})
     flags = [*map(_flag, parts.get(_INITIAL_FLAGS, "").split())]
     found = {"flag_files"} | ({_INITIAL_FLAGS} if len(set(flags)) < len(flags) else set())
     return {name: value for name, value in parts.items() if name in found}

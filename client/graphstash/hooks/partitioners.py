@@ -46,11 +46,11 @@ class Partitioners:
 
     def by_rows(self, program: bytes | memoryview) -> str:
         """Return the sorted names in a program that XLA partitions by rows."""
-        return " ".join(sorted(map(bytes.decode, _named(self._by_rows, bytes(program)))))
+        return " ".join(sorted(map(bytes.decode, _named(self._by_rows, program))))
 
     def is_in_python(self, program: bytes | memoryview) -> bool:
         """Return whether functions in Python partition a custom call of a program."""
-        return bool(_named(self._in_python, bytes(program)))
+        return bool(_named(self._in_python, program))
 
 
 def _observed(register: Callable[..., None], *, names: set[bytes]) -> Callable[..., None]:
@@ -68,5 +68,7 @@ def _add(names: set[bytes], arguments: tuple[Any, ...], named: dict[str, Any]) -
         names.add(str(name).encode())
 
 
-def _named(names: set[bytes], program: bytes) -> list[bytes]:
-    return [name for name in tuple(names) if name in program]
+def _named(names: set[bytes], program: bytes | memoryview) -> list[bytes]:
+    known = tuple(names)  # another thread may add a name
+    code = bytes(program) if known else b""  # a program may be large
+    return [name for name in known if name in code]

@@ -299,8 +299,10 @@ class Follower:
         withdrawn = await self.artifacts.withdraw(
             key, actor=UPSTREAM, digest=str(digest), cause=cause
         )
-        self._uncollected += [] if withdrawn is None else [withdrawn]
-        return withdrawn is not None
+        if withdrawn is None:
+            return False
+        self._uncollected.append(withdrawn)
+        return True
 
     async def _collect(self) -> None:
         """Delete the bytes of deleted artifacts. Leave them to maintenance if that takes long."""

@@ -325,8 +325,8 @@ class ArtifactService:
             withdrawn += (row.digest for row in gone)
             kept = {row.key for row in page}.difference(row.key for row in gone)
             for key in kept:  # replaced since the page was read
-                digest = await self.withdraw(key, actor=actor)
-                withdrawn += [] if digest is None else [digest]
+                if (digest := await self.withdraw(key, actor=actor)) is not None:
+                    withdrawn.append(digest)
             after = page[-1].key
         await self.collect(withdrawn)
         return len(withdrawn)
