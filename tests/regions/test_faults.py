@@ -1,6 +1,7 @@
-"""A region applies what its upstream withdraws, whatever else fails meanwhile.
+"""A region applies the withdrawals of its upstream although other calls, namespaces or stores fail.
 
-The region runs in the test's process, and follows its upstream when the test says so.
+The region runs in the process of the test. The test starts each round in which the region follows
+its upstream.
 """
 
 import asyncio

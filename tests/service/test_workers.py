@@ -306,8 +306,8 @@ def test_transfers_and_accepted_connections_are_served_before_shutdown(start, co
 
 @pytest.fixture
 def stalling(start, tmp_path):
-    """Return a function that starts a server whose event loops stall when they shall end, and
-    returns it with the file that ends the stall.
+    """Return a function that starts a server and returns it with a path. The server's event loops
+    stall at the shutdown until this file exists.
     """
 
     def make(*options: str):
@@ -317,7 +317,7 @@ def stalling(start, tmp_path):
     return make
 
 
-def test_connections_that_wait_for_their_acceptance_are_served_before_shutdown(stalling, connect):
+def test_connections_that_are_not_accepted_yet_are_served_before_shutdown(stalling, connect):
     server, release = stalling()
     server.process.terminate()
     until(lambda: server.log.count("the event loop stalls\n") == 1)

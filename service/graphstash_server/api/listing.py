@@ -31,7 +31,8 @@ async def list_artifacts(call: NamespaceCall) -> Response:
 @router.call(
     "GET",
     "/{namespace}/withdrawals",
-    # A region, which may read every namespace, must learn of withdrawals also at a high load.
+    # The rate of a busy namespace must not keep withdrawals from a region. A region's token may
+    # read every namespace.
     needs=in_namespace(Scope.READ, counts=lambda principal: not principal.may_see_totals),
     query=parameters_of(WithdrawalQuery),
     answers={200: {"model": WithdrawalList}},

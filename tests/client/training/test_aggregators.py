@@ -32,7 +32,7 @@ def run(ranks):
 
 
 SMALL = {"payload_bytes": 1_452, "slots": 3}
-WAYS = ["as it is", "quantized", "whole", "bf16 on the wire"]
+WAYS = ["float32", "quantized", "whole", "bf16 on the wire"]
 
 
 @pytest.mark.parametrize("settings", most_extended([{}, SMALL], quick=[SMALL]), ids=str)

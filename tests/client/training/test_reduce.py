@@ -10,7 +10,7 @@ from support.tiers import most_extended
 from support.warm_ranks import WarmRanks
 
 HOOKS = [
-    *("as it is", "accumulated", "uneven", "gradients in buckets", "sparse embedding"),
+    *("plain", "accumulated", "uneven", "gradients in buckets", "sparse embedding"),
     *("dense", "dense, bf16 on the wire", "fp16 around it", "PowerSGD for the dense"),
     pytest.param("bf16 on the wire", marks=pytest.mark.extended),
 ]

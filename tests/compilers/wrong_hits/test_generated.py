@@ -26,7 +26,7 @@ VERSIONS = (
 
 
 def cases():
-    """Return the cases. Those that start slowly are extended."""
+    """Return the cases. The cases whose compilers start slowly are extended."""
     return [
         pytest.param(
             name,

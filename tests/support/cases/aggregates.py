@@ -190,7 +190,7 @@ def whole() -> None:
 
 
 DDP: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
-    "as it is": ({}, {}, 1e-6),
+    "float32": ({}, {}, 1e-6),
     "quantized": ({"quantize": True}, {}, 1e-6),
     "whole": ({}, {"dense_above": 0}, 1e-6),
     "bf16 on the wire": ({}, {"wire_dtype": torch.bfloat16}, 2e-2),

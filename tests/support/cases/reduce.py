@@ -154,7 +154,7 @@ def require_some_whole(statistics: dict[str, Any]) -> None:
 
 ALWAYS_DENSE = {"dense_above": 0, "sparse_below": 0}
 HOOKS: dict[str, tuple[Hook, float, dict[str, Any], Callable[[dict[str, Any]], None] | None]] = {
-    "as it is": (sparse(), 1e-6, {}, require_sparse),
+    "plain": (sparse(), 1e-6, {}, require_sparse),
     "accumulated": (sparse(), 1e-6, {"accumulate": 3}, None),
     "uneven": (sparse(), 1e-6, {"uneven": True}, None),
     "gradients in buckets": (sparse(), 1e-6, {"gradient_as_bucket_view": True}, None),

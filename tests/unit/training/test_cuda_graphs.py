@@ -232,7 +232,7 @@ def cleared(training):
 
 
 def loaded_twice(training):
-    """A dictionary may get the id of the one before the last."""
+    """Load twice: the second dictionary of states may get the id that the first one had."""
     for _ in range(2):
         training.optimizer.load_state_dict(deepcopy(training.optimizer.state_dict()))
 

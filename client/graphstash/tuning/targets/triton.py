@@ -209,9 +209,10 @@ class TeamAutotuner(Autotuner):  # type: ignore[misc] # Triton ships no types
 
 
 def _times(measured: Any) -> tuple[float, float]:
-    """Return the median and the spread in milliseconds of what `do_bench` returned: the quantiles
-    0.5, 0.2 and 0.8 (almost the interquartile range), or one number as of a `do_bench` that ignores
-    the quantiles.
+    """Return the median and the spread in milliseconds.
+
+    `do_bench` returns the quantiles 0.5, 0.2 and 0.8, which span almost the interquartile range. If
+    it ignores the quantiles, it returns one number, and the spread is 0.
     """
     times = [*measured] if isinstance(measured, Iterable) else [measured]
     if len(times) < 3:
