@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from graphstash.training.optimizers import AdamW
 from graphstash.training.traced import torch_graph, traced_step
+from graphstash.training.traced.referents import Referents
 from graphstash.training.traced.state import State
 from support.deferred import Deferred
 
@@ -360,3 +361,28 @@ def test_change_of_host_value_is_detected(name):
     change(training)
     after = {"structure": state.structure(), "values": state.values()}
     assert [each for each in before if before[each] != after[each]] == [seen]
+
+
+CONVERSIONS = {
+    "dtype": lambda model: model.to(torch.bfloat16),
+    "shape": lambda model: setattr(model.weight, "data", torch.zeros(4, 2)),
+    "neither": lambda model: model.weight.data.mul_(2),
+}
+
+
+@pytest.mark.parametrize("name", CONVERSIONS)
+def test_referents_notice_another_dtype_and_shape_of_the_same_parameter(name):
+    """A graph of torch_xla would interpret the bytes as before."""
+    model = torch.nn.Linear(4, 2)
+    state = State([model])
+    referents = Referents(state, torch.device("cpu"), has_addresses=False)
+    CONVERSIONS[name](model)
+    assert referents.are_of(state) == (name == "neither")
+    assert (
+        referents.changed_in(state)
+        == {
+            "dtype": "`weight`, `bias`",
+            "shape": "`weight`",
+            "neither": "",
+        }[name]
+    )

@@ -6,15 +6,17 @@ host. Between two steps, code may put another tensor in a place of the state: by
 train on tensors that nobody reads.
 """
 
-from operator import is_
-from typing import Any
+from operator import attrgetter, is_
+from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from graphstash.training.traced.state import State
 
 __all__ = ["Referents"]
+
+_form: Final = attrgetter("dtype", "shape")
 
 
 class Referents:
@@ -29,6 +31,9 @@ class Referents:
     def __init__(self, state: State, device: torch.device, *, has_addresses: bool) -> None:
         self._objects = state.objects()
         tensors = [each for each in self._objects if isinstance(each, Tensor)]
+        parameters = {id(each): each for each in tensors if isinstance(each, nn.Parameter)}
+        self._parameters = list(parameters.values())  # `Module.to` keeps them, and sets their data
+        self._forms = list(map(_form, self._parameters))
         self._placed = [each for each in tensors if has_addresses and _has_address(each)]
         self._addresses = [each.data_ptr() for each in self._placed]
         self._on_host = [each for each in tensors if _is_on_host(each, device)]
@@ -37,12 +42,13 @@ class Referents:
 
     def are_of(self, state: State) -> bool:
         """Return whether the state has these objects, at these addresses, with these contents on
-        the host.
+        the host, and with these dtypes and shapes of parameters.
         """
         objects = state.objects()
         return (
             len(objects) == len(self._objects)
             and all(map(is_, objects, self._objects))
+            and list(map(_form, self._parameters)) == self._forms
             and [each.data_ptr() for each in self._placed] == self._addresses
             and [_content(each) for each in self._on_host] == self._contents
         )
@@ -53,6 +59,8 @@ class Referents:
         """
         held = set(map(id, self._objects))
         changed = [x for x in state.objects() if isinstance(x, Tensor) and id(x) not in held]
+        forms = zip(self._parameters, self._forms, strict=True)
+        changed += [parameter for parameter, form in forms if _form(parameter) != form]
         pairs = zip(self._placed, self._addresses, strict=True)
         changed += [tensor for tensor, address in pairs if tensor.data_ptr() != address]
         hosted = zip(self._on_host, self._contents, strict=True)
