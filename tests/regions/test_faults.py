@@ -13,9 +13,10 @@ from dataclasses import replace
 
 import pytest
 
-from graphstash_schema import ArtifactKey, ErrorCode, NamespacePolicy
-from graphstash_schema.names import LIST_START
+from graphstash_schema import ArtifactKey, ErrorCode, Namespace, NamespacePolicy
+from graphstash_schema.names import LIST_START, ListPosition
 from graphstash_schema.withdrawals import WithdrawalQuery
+from graphstash_server.db.queries.upstream import find_earlier, put_position
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
 from graphstash_server.testing import migrated_database
@@ -269,6 +270,19 @@ async def test_store_that_deletes_nothing_delays_no_withdrawal(opened_region, mo
             for each in (some, other)
         ]
         assert heads == [2, 1]  # one entry for each
+
+
+async def test_region_remembers_positions_dense_near_the_last_one(opened_region):
+    async with opened_region() as region:
+        namespace, last = Namespace("team"), 300
+        async with region.context.database.writing() as connection:
+            for number in range(1, last + 1):
+                await put_position(connection, namespace, ListPosition(f"{number}-{number:016x}"))
+            found = [each.number for each in await find_earlier(connection, namespace)]
+        assert len(found) < 30
+        for number in range(1, last):
+            nearest = max(each for each in found if each <= number)
+            assert last - nearest <= max(1.5 * (last - number), 2)
 
 
 async def test_failed_questions_do_not_age_a_token_that_the_upstream_confirms(opened_region, world):

@@ -541,6 +541,13 @@ upstream_namespaces = Table(
     metadata,
     Column("namespace", String(64), primary_key=True),
     Column("position", String(40), nullable=False, comment="in the upstream's withdrawals"),
+    Column(
+        "earlier",
+        Text,
+        nullable=False,
+        server_default="",
+        comment="some positions before it, newest first, a space between two",
+    ),
 )
 """Namespaces with copies in a region, and the last withdrawal that it has applied to each."""
 

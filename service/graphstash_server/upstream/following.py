@@ -28,6 +28,7 @@ from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.artifacts import list_stored_rows
 from graphstash_server.db.queries.locks import claim_chore
 from graphstash_server.db.queries.upstream import (
+    find_earlier,
     find_upstream_id,
     has_artifacts,
     is_queued,
@@ -261,14 +262,24 @@ class Follower:
         """Return the withdrawals after a position.
 
         The list does not continue at a position that the upstream lost when it was restored from a
-        backup. If it then still has its first entry, return its first page. The list is then whole:
+        backup. If it then still has an earlier position of this region, or its first entry, return
+        the page after that. The list then names every withdrawal that the region has not applied:
         an artifact that it does not name was not withdrawn, although the upstream may lack it.
         """
         page = await self._read_page(namespace, after)
-        if page.is_complete or after == LIST_START:
+        if page.is_complete or after == LIST_START or self._is_comparing(namespace, after):
             return page
-        first = await self._read_page(namespace, LIST_START)
-        return first if first.is_complete else page
+        async with self.database.reading() as connection:
+            earlier = await find_earlier(connection, namespace)
+        for known in (*earlier, LIST_START):
+            older = await self._read_page(namespace, known)
+            if older.is_complete:
+                return older
+        return page
+
+    def _is_comparing(self, namespace: Namespace, start: ListPosition) -> bool:
+        comparison = self._comparisons.get(namespace)
+        return comparison is not None and comparison.start == start
 
     async def _read_page(self, namespace: Namespace, after: ListPosition) -> WithdrawalList:
         path = f"{API_PREFIX}/{namespace}/withdrawals?after={after}"

@@ -4,6 +4,7 @@ withdrawals that it has applied.
 
 from collections.abc import Sequence
 from datetime import datetime, timedelta
+from itertools import zip_longest
 from typing import Final, NamedTuple
 
 from sqlalchemy import ColumnElement, and_, bindparam, delete, func, or_, select, update
@@ -51,6 +52,7 @@ __all__ = [
     "end_publish",
     "find_caller",
     "find_download_claim",
+    "find_earlier",
     "find_position",
     "find_upstream_id",
     "has_artifacts",
@@ -72,6 +74,8 @@ _UPSTREAM: Final = "upstream"
 
 _LONGEST_PAUSE: Final = timedelta(minutes=6)
 """Longer than a claim or a pause. A wrong clock has set a later attempt, which is due at once."""
+
+_MAX_GROWTH: Final = 1.5
 
 _QUEUE = Prepared(
     lambda dialect: (
@@ -308,12 +312,40 @@ async def lock_position(connection: Transaction, namespace: Namespace) -> None:
     await _LOCK_POSITION.fetch(connection, {"followed": namespace})
 
 
+async def find_earlier(connection: AsyncConnection, namespace: Namespace) -> list[ListPosition]:
+    """Return some of the positions that the region had before its present one, newest first. They
+    are dense near the present position and rare far from it.
+    """
+    table = upstream_namespaces
+    found = select(table.c.earlier).where(table.c.namespace == namespace)
+    earlier = (await connection.execute(found)).scalar() or ""
+    return [ListPosition(each) for each in earlier.split()]
+
+
 async def put_position(
     connection: AsyncConnection, namespace: Namespace, position: ListPosition
 ) -> None:
     """Store the withdrawals of a namespace that the region has applied."""
-    values = {"namespace": namespace, "position": position}
+    before = await find_position(connection, namespace)
+    known = [] if before is None else [before, *await find_earlier(connection, namespace)]
+    earlier = _thinned(
+        [each for each in known if 0 < each.number < position.number], newest=position
+    )
+    values = {"namespace": namespace, "position": position, "earlier": " ".join(earlier)}
     await connection.execute(upsert(connection, upstream_namespaces, values))
+
+
+def _thinned(positions: Sequence[ListPosition], *, newest: ListPosition) -> list[ListPosition]:
+    """Return positions whose distances from the newest one grow by at most `_MAX_GROWTH`, unless
+    larger gaps are given: about 60 of 100,000.
+    """
+    kept: list[ListPosition] = []
+    nearer = 1
+    for each, further in zip_longest(positions, positions[1:]):
+        if further is None or newest.number - further.number > _MAX_GROWTH * nearer:
+            kept.append(each)
+            nearer = newest.number - each.number
+    return kept
 
 
 async def is_withdrawn_since(
