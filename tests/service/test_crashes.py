@@ -52,6 +52,21 @@ def interrupt_twice(server):
     assert "Traceback" not in server.log
 
 
+def test_forced_stop_writes_each_hit_once(start, connect):
+    server = start(
+        environment={"GRAPHSTASH_SHUTDOWN_SECONDS": "3600", "GRAPHSTASH_FLUSH_SECONDS": "60"}
+    )
+    api = connect(server.url)
+    api.put(LARGE, 1)
+    api.put(b"blob", 2)
+    for _ in range(3):
+        assert api.get(2).content == b"blob"
+    with api.http.stream("GET", api.path(1)) as answer:
+        next(answer.iter_raw())
+        interrupt_twice(server)
+    assert connect(start().url).stats()["hits"] == 4
+
+
 @pytest.mark.parametrize(
     "end", most_extended([ServerProcess.kill, interrupt_twice], quick=[ServerProcess.kill])
 )

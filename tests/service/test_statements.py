@@ -17,7 +17,7 @@ from sqlalchemy import text
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.engine import make_url
 
-from graphstash_schema import LookupRequest, Namespace, NamespacePolicy
+from graphstash_schema import ErrorCode, LookupRequest, Namespace, NamespacePolicy
 from graphstash_schema.history import Step
 from graphstash_server.api.bodies import _plain_keys
 from graphstash_server.db.engine import Database
@@ -28,6 +28,7 @@ from graphstash_server.db.sqlite import SqliteConnection, SqliteHere
 from graphstash_server.db.tables import UtcTime
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
+from graphstash_server.services import accounting
 from graphstash_server.services.accounting import MAX_AT_ONCE
 from graphstash_server.services.artifacts.uploads import CommitBatcher
 from support.services import ACTOR, OVERWRITE, FakeClock, key_of
@@ -236,6 +237,51 @@ async def test_concurrent_flushes_of_two_servers_lose_and_repeat_no_count(opened
         opened.clock.turn(1)
         points = (await one.context.history.read(step=Step.DAY)).points
         assert sum(point.hits for point in points) == 40 * len(names)
+
+
+async def test_flush_that_is_cancelled_after_its_commit_writes_no_count_twice(opened, monkeypatch):
+    """As at a forced stop, which cancels the flush that runs, and then flushes what is left."""
+    add = accounting.add_requests
+    async with opened() as server:
+        await server.put(b"blob")
+        server.context.accounting.count_hit(key_of(), saved_seconds=1)
+        loop = asyncio.get_running_loop()
+
+        async def add_and_cancel(*arguments, **named):
+            skipped = await add(*arguments, **named)
+            loop.call_soon_threadsafe(flushing.cancel)
+            return skipped
+
+        monkeypatch.setattr(accounting, "add_requests", add_and_cancel)
+        flushing = asyncio.create_task(server.context.accounting.flush())
+        await asyncio.wait({flushing})
+        monkeypatch.undo()
+        await server.context.accounting.flush()
+        (written,) = await list_usage(server.context.database)
+        assert UsageChange(*written[1:]).hits == 1
+        assert (await find_artifact(server.context.database, key_of())).hits == 1
+
+
+async def test_flush_writes_other_counts_although_a_transaction_fails(opened, monkeypatch):
+    add = accounting.add_requests
+    names = [f"team-{number}" for number in range(MAX_AT_ONCE + 44)]
+    failures = []
+
+    async def add_later(*arguments, **named):
+        if not failures:
+            failures.append(ServerError(ErrorCode.UNAVAILABLE, "a deadlock: retry"))
+            raise failures[0]
+        return await add(*arguments, **named)
+
+    monkeypatch.setattr(accounting, "add_requests", add_later)
+    async with opened() as server:
+        await add_usage_of(server.context.database, names)
+        for name in names:
+            server.context.accounting.count_hit(key_of(0, name), saved_seconds=1)
+        await server.context.accounting.flush()
+        written = await list_usage(server.context.database)
+        assert failures
+        assert [UsageChange(*counters).hits for _, *counters in written] == [1] * len(names)
 
 
 async def add_usage_of(database, names):

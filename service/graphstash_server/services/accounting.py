@@ -1,7 +1,8 @@
 """Accounting: counts requests in memory, and writes the counts to the database periodically.
 
 So a hit writes nothing to the database. A crash loses the counts since the last flush, on which
-only statistics and the order of eviction depend.
+only statistics and the order of eviction depend. No count is written twice, except if PostgreSQL's
+connection ends between a commit and its confirmation.
 """
 
 import asyncio
@@ -10,7 +11,6 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
-from functools import partial
 from itertools import groupby, zip_longest
 from operator import itemgetter
 from typing import Final, NamedTuple, TypeAlias
@@ -19,6 +19,7 @@ from graphstash_schema import ErrorCode
 from graphstash_schema.history import Step
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
+from graphstash_server.db.prepared import Transaction
 from graphstash_server.db.queries.history import HistoryChange, begin_of
 from graphstash_server.db.queries.requests import (
     Requests,
@@ -48,6 +49,9 @@ _MAX_IN_MEMORY: Final = 16_384
 MAX_AT_ONCE: Final = 256
 """Maximum number of uses, and of groups, of one transaction, which takes tens of milliseconds.
 Meanwhile, uploads into its namespaces wait on PostgreSQL, and all uploads on SQLite."""
+
+_MAX_FAILURES: Final = 3
+"""Failed transactions after which a flush does not begin further ones. Each may take seconds."""
 
 _Group: TypeAlias = tuple[str, str, str, str]
 """Namespace, kind, device type and job."""
@@ -172,6 +176,13 @@ class _Part(NamedTuple):
     hour: datetime
     namespaces: Sequence[str]
 
+    def apart(self, skipped: Skipped) -> "list[_Part]":
+        """Return skipped counts in parts that may wait for locks (see `add_requests`)."""
+        uses = groupby(skipped.uses, key=lambda use: use[0].namespace)
+        return [_Part(list(group), self.hour, ()) for _, group in uses] + [
+            _Part((), self.hour, (name,)) for name in skipped.namespaces
+        ]
+
 
 @dataclass(kw_only=True, eq=False)
 class Accounting:
@@ -288,10 +299,18 @@ class Accounting:
             failure: ServerError | None = None
             try:
                 await self._drop_unknown(counts)
-                skipped: list[_Part] = []
+                later: list[_Part] = []
+                failed = 0
                 for part in _parts(counts, hour):
-                    skipped += await self._write(part, counts)
-                for part in skipped:
+                    try:
+                        skipped = await self._write(part, counts)
+                    except ServerError:
+                        failed += 1
+                        if failed == _MAX_FAILURES:
+                            raise
+                        skipped = Skipped(part.uses, part.namespaces)
+                    later += part.apart(skipped)
+                for part in later:
                     try:
                         await self._write(part, counts, waits=True)
                     except ServerError as error:
@@ -315,45 +334,55 @@ class Accounting:
             for name in namespaces.keys() - known:
                 del namespaces[name]
 
-    async def _write(self, part: _Part, counts: _Counts, *, waits: bool = False) -> list[_Part]:
-        """Write a part in one transaction, and drop it from the counts.
-
-        Returns:
-            Parts whose rows were locked. With `waits`, the transaction waits for them.
+    async def _write(self, part: _Part, counts: _Counts, *, waits: bool = False) -> Skipped:
+        """Write a part in one transaction, and drop it from the counts. Return the counts whose
+        rows were locked. With `waits`, the transaction waits for them.
         """
         usage = counts.usage[part.hour]
-        add = partial(
-            add_requests,
-            uses=part.uses,
-            requests={name: usage[name].requests for name in part.namespaces},
-            now=self.bounded(self.clock()),
-            hour=part.hour,
-            max_groups=MAX_GROUPS,
-            waits=waits,
-        )
-        async with self.database.writing_in_steps(at_once=True) as steps:
-            skipped = await steps.run(add, is_last=True)
+        is_begun = False
+
+        async def add(connection: Transaction) -> Skipped:
+            nonlocal is_begun
+            is_begun = True
+            return await add_requests(
+                connection,
+                part.uses,
+                {name: usage[name].requests for name in part.namespaces},
+                now=self.bounded(self.clock()),
+                hour=part.hour,
+                max_groups=MAX_GROUPS,
+                waits=waits,
+            )
+
+        try:
+            async with self.database.writing_in_steps(at_once=True) as steps:
+                skipped = await steps.run(add, is_last=True)
+        except asyncio.CancelledError:
+            if is_begun:  # it may be committed
+                self._drop_written(part, counts, Skipped())
+            raise
         left = Skipped() if waits else skipped  # a transaction that has waited skips what is gone
+        self._drop_written(part, counts, left)
+        await asyncio.sleep(0)  # requests run between two parts
+        return left
+
+    def _drop_written(self, part: _Part, counts: _Counts, left: Skipped) -> None:
+        """Drop a part from the counts, without the counts that are left to write."""
         written = dict(part.uses)
         for key, _ in left.uses:
             del written[key]
         for key in written:
             del counts.uses[key.namespace][key]
         for name in set(part.namespaces).difference(left.namespaces):
-            del usage[name]
+            del counts.usage[part.hour][name]
         self.when_written(written)
-        await asyncio.sleep(0)  # requests run between two parts
-        uses = groupby(left.uses, key=lambda use: use[0].namespace)
-        return [_Part(list(group), part.hour, ()) for _, group in uses] + [
-            _Part((), part.hour, (name,)) for name in left.namespaces
-        ]
 
     async def run(self, *, every_seconds: float) -> None:
         """Flush until cancelled, or until the database is corrupt."""
         while True:
             await asyncio.sleep(every_seconds)
             try:
-                # A flush that is cancelled after its commit would count what it has written again.
+                # A flush that is cancelled during a write drops the counts of this write.
                 await asyncio.shield(self.flush())
             except CorruptDatabaseError:
                 return  # the database has logged it
