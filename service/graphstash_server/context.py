@@ -356,6 +356,7 @@ async def open_services(
             steady=steady,
             tracing=tracing,
         )
+        stack.push_async_callback(context.artifacts.close)
         if context.region is not None:
             stack.push_async_callback(context.region.close)
         yield context

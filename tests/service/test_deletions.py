@@ -70,6 +70,32 @@ async def test_artifact_is_withdrawn_although_the_store_keeps_its_blob(opened, m
         assert len(store.blobs.blobs) == 1
 
 
+async def test_deletion_is_answered_although_the_store_hangs(opened, monkeypatch):
+    monkeypatch.setattr(blobs, "_DELETE_SECONDS", 80.0)  # less than a claim
+    is_asked, goes_on = asyncio.Event(), asyncio.Event()
+    async with opened() as store, opened() as other:
+        await store.add(0)
+        await store.add(1)
+        assert await other.get(0) is not None  # its row is in memory
+        delete = store.blobs.delete
+
+        async def hang(digest, **name):
+            is_asked.set()
+            await goes_on.wait()
+            return await delete(digest, **name)
+
+        monkeypatch.setattr(store.blobs, "delete", hang)
+        async with asyncio.timeout(60):
+            assert await store.context.artifacts.delete(key_of(0), actor=ACTOR)
+        assert is_asked.is_set()
+        store.clock.turn(service._DELETE_SECONDS)
+        assert [await each.get(0) for each in (store, other)] == [None, None]
+        assert await store.context.collector.pending_bytes() > 0
+        goes_on.set()
+        assert await store.context.collector.pending_bytes(patience_seconds=300) == 0
+        assert len(store.blobs.blobs) == 1
+
+
 async def test_all_artifacts_are_withdrawn_although_the_store_keeps_their_blobs(
     opened, monkeypatch
 ):

@@ -52,6 +52,10 @@ The rows take at most 16 MiB, because metadata headers have up to 16 KiB; a cach
 _NO_AGE = timedelta(0)
 _MAX_AGE = timedelta(seconds=2)
 
+_DELETE_SECONDS = _MAX_AGE.total_seconds() + 0.5
+"""Seconds that the deletion of an artifact waits for the store to delete the blob. Then no process
+has the row in memory, so none serves the blob although the store still has it."""
+
 
 @dataclass(kw_only=True, eq=False)
 class RecentRows:
@@ -153,6 +157,7 @@ class ArtifactService:
     def __post_init__(self) -> None:
         self._recent = RecentRows(clock=self.clock)
         self._protected = self.accounting.counters.host.protected
+        self._collecting: set[asyncio.Task[None]] = set()
         self._verifying: dict[Digest, asyncio.Task[bool | None]] = {}
         self._verifiers = asyncio.Semaphore(_MAX_VERIFIED)
 
@@ -280,13 +285,25 @@ class ArtifactService:
 
     async def delete(self, key: StoredKey, *, actor: Actor, digest: str | None = None) -> bool:
         """Delete an artifact, withheld or not. Return False if it is absent, or has another digest
-        than the given one.
+        than the given one. If the store hangs, its blob stays marked for deletion, and is deleted
+        later.
         """
         withdrawn = await self.withdraw(key, actor=actor, digest=digest)
         if withdrawn is None:
             return False
-        await self.collect([withdrawn])
+        collecting = in_background(self.collect([withdrawn]))
+        self._collecting.add(collecting)
+        collecting.add_done_callback(self._collecting.discard)
+        done, _ = await asyncio.wait({collecting}, timeout=_DELETE_SECONDS)
+        for task in done:
+            task.result()
         return True
+
+    async def close(self) -> None:
+        """Cancel the deletion of blobs. Another process continues it."""
+        for task in list(self._collecting):
+            task.cancel()
+        await asyncio.gather(*self._collecting, return_exceptions=True)
 
     async def withdraw(
         self,
