@@ -109,7 +109,11 @@ SETTLED = {
 """Tables with one row per namespace or server, so a larger store has no more rows."""
 
 
-SPECIAL = {"manifest_entries": {"name": NAME}, "withdrawal_heads": {"number": LARGE}}
+SPECIAL = {
+    "manifest_entries": {"name": NAME},
+    "upstream_namespaces": {"earlier": "", "used": True},
+    "withdrawal_heads": {"number": LARGE},
+}
 """Values that all rows of a table share."""
 
 LATER = {"audit": {"namespace": "other"}}
@@ -242,6 +246,7 @@ def arguments_of(count):
         "digests": [digests],
         "duration": [timedelta(minutes=1)],
         "end": [last],
+        "ends": [{BENCH: LIST_START}],
         "entries": [[AuditRecord(NOW, ACTOR, AuditAction.DELETE, BENCH, "x")]],
         "every": [timedelta(hours=1)],
         "exchanged_before": [old],

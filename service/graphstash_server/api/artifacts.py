@@ -192,7 +192,7 @@ async def put_artifact(call: NamespaceCall) -> Response:
         publisher=publisher_of(call) if call.context.region is not None else None,
     )
     if call.context.region is not None:
-        await call.context.region.publishes.refuse_withheld(upload)
+        await call.context.region.publishes.admit(upload)
     is_new = await call.context.uploads.publish(upload, _body(call, upload))
     if call.context.region is not None:
         call.context.region.publishes.wake()

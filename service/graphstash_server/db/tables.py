@@ -24,6 +24,7 @@ from sqlalchemy import (
     TypeDecorator,
     false,
     text,
+    true,
 )
 from sqlalchemy.engine import Dialect
 
@@ -548,8 +549,16 @@ upstream_namespaces = Table(
         server_default="",
         comment="some positions before it, newest first, a space between two",
     ),
+    Column(
+        "used",
+        Boolean,
+        nullable=False,
+        server_default=true(),
+        comment="false: the region never had an artifact of it",
+    ),
 )
-"""Namespaces with copies in a region, and the last withdrawal that it has applied to each."""
+"""Namespaces of the upstream, and the last withdrawal that a region has applied to each. An unused
+namespace has none to apply: its position is the end of the list at the last probe."""
 
 audit = Table(
     "audit",

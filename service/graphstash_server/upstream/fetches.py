@@ -28,7 +28,6 @@ from graphstash_schema import (
     WriteMode,
 )
 from graphstash_schema.envelope import MAX_ENVELOPE_HEAD_BYTES, names_key, read_envelope_head
-from graphstash_schema.names import LIST_START, ListPosition
 from graphstash_schema.protocol import HEADER_METADATA
 from graphstash_server.actor import Actor
 from graphstash_server.artifact import FoundArtifact
@@ -36,12 +35,12 @@ from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.artifacts import FoundArtifacts
 from graphstash_server.db.queries.upstream import (
-    add_position,
     claim_download,
     end_download,
     find_download_claim,
     find_position,
     renew_download,
+    use_namespace,
 )
 from graphstash_server.db.queries.withdrawals import withdrawal_head
 from graphstash_server.errors import DigestMismatchError, LengthMismatchError, ServerError
@@ -200,19 +199,21 @@ class Fetches:
         found = await self.client.look_up(key.namespace, [key])
         if not found.found:
             return None
-        await self.follow(key.namespace, found.newest_withdrawal)
+        await self.follow(key.namespace)
         (info,) = found.found
         return Digest.parse(info.digest, size_bytes=info.size_bytes)
 
-    async def follow(self, namespace: Namespace, position: str | None) -> None:
-        """Apply the withdrawals of a namespace after a position, unless the region does already."""
+    async def follow(self, namespace: Namespace) -> None:
+        """Apply the withdrawals of a namespace since the last probe from now on, unless the region
+        does already. Call it before the region stores anything in the namespace.
+        """
         if namespace in self._followed:
             return
         async with self.database.reading() as connection:
             known = await find_position(connection, namespace)
         if known is None:
             async with self.database.writing() as connection:
-                await add_position(connection, namespace, ListPosition(position or LIST_START))
+                await use_namespace(connection, namespace)
         self._followed.add(namespace)
 
     @asynccontextmanager

@@ -34,6 +34,7 @@ from graphstash_server.db.queries.upstream import (
     is_queued,
     list_positions,
     lock_position,
+    note_positions,
     note_upstream_id,
     put_position,
 )
@@ -75,6 +76,7 @@ class Follower:
     def __post_init__(self) -> None:
         self._refusal = ""
         self._newest: dict[Namespace, ListPosition] = {}
+        self._noted: dict[Namespace, ListPosition] = {}
         self._uncollected: list[Digest] = []
         self._unknown_policies: set[Namespace] = set()
         self._comparisons: dict[Namespace, _Comparison] = {}
@@ -110,6 +112,7 @@ class Follower:
             raise StartError(refusal)
         async with self.database.writing() as connection:
             await note_upstream_id(connection, state.server)
+        await self._note_ends(state)
         await self._apply_policies(state)
         self.client.mark_up()
 
@@ -154,6 +157,7 @@ class Follower:
         self.client.mark_up()
         self._newest = {name: owned.newest_withdrawal for name, owned in state.namespaces.items()}
         if is_turn:
+            await self._note_ends(state)
             await self._apply_withdrawals()
             await self._apply_policies(state)
             await self._collect()
@@ -187,6 +191,17 @@ class Follower:
                 "an empty data directory or database"
             )
         return None
+
+    async def _note_ends(self, state: UpstreamState) -> None:
+        """Store where the lists of unused namespaces end: the region has nothing to withdraw there.
+        If a job uses such a namespace during a partition, later withdrawals concern its bytes.
+        """
+        ends = {name: owned.newest_withdrawal for name, owned in state.namespaces.items()}
+        changed = dict(ends.items() - self._noted.items())
+        if changed:
+            async with self.database.writing() as connection:
+                await note_positions(connection, changed)
+        self._noted = ends
 
     async def _apply_policies(self, state: UpstreamState) -> None:
         here = {each.namespace: each.policy for each in await self.policies.list_all()}

@@ -88,12 +88,14 @@ class Publishes:
         async with self.database.reading() as connection:
             return await count_publishes(connection)
 
-    async def refuse_withheld(self, upload: Upload) -> None:
-        """Refuse bytes that the upstream has withheld, even while it does not answer.
+    async def admit(self, upload: Upload) -> None:
+        """Refuse bytes that the upstream has withheld, even while it does not answer. Follow the
+        withdrawals of the namespace from now on.
 
         Raises:
             ServerError: 409, and nothing of the body was read.
         """
+        await self.fetches.follow(upload.key.namespace)
         async with self.database.reading() as connection:
             is_listed = await is_listed_as_withheld(connection, upload.key, upload.digest)
         if is_listed and not await self._is_released(upload.key):
@@ -192,7 +194,7 @@ class Publishes:
         try:
             digest = artifact.row.digest
             found = await self.client.look_up(key.namespace, [key])
-            await self.fetches.follow(key.namespace, found.newest_withdrawal)
+            await self.fetches.follow(key.namespace)
             if any(each.digest == str(digest) for each in found.found):
                 outcome = "sent"
             elif not await self._has_applied(key.namespace, found.newest_withdrawal):

@@ -2,16 +2,16 @@
 withdrawals that it has applied.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from itertools import zip_longest
 from typing import Final, NamedTuple
 
-from sqlalchemy import ColumnElement, and_, bindparam, delete, func, or_, select, update
+from sqlalchemy import ColumnElement, and_, bindparam, delete, func, not_, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Digest, Namespace
-from graphstash_schema.names import ListPosition
+from graphstash_schema.names import LIST_START, ListPosition
 from graphstash_schema.region import Publisher
 from graphstash_server.artifact import Artifact
 from graphstash_server.db.prepared import Prepared, Transaction
@@ -43,7 +43,6 @@ from graphstash_server.keys import StoredKey
 
 __all__ = [
     "QueuedPublish",
-    "add_position",
     "claim_download",
     "claim_publishes",
     "count_publishes",
@@ -60,6 +59,7 @@ __all__ = [
     "is_withdrawn_since",
     "list_positions",
     "lock_position",
+    "note_positions",
     "note_upstream_id",
     "prune_callers",
     "put_caller",
@@ -68,6 +68,7 @@ __all__ = [
     "renew_download",
     "renew_publish",
     "retry_publish",
+    "use_namespace",
 ]
 
 _UPSTREAM: Final = "upstream"
@@ -285,26 +286,53 @@ async def prune_callers(connection: AsyncConnection, *, before: datetime) -> Non
 
 
 async def find_position(connection: AsyncConnection, namespace: Namespace) -> ListPosition | None:
-    """Return the applied withdrawals of a namespace, or None if the region does not follow it."""
+    """Return the applied withdrawals of a namespace, or None if the region does not use it."""
     table = upstream_namespaces
-    found = select(table.c.position).where(table.c.namespace == namespace)
+    found = select(table.c.position).where(table.c.namespace == namespace, table.c.used)
     position = (await connection.execute(found)).scalar()
     return None if position is None else ListPosition(position)
 
 
 async def list_positions(connection: AsyncConnection) -> dict[Namespace, ListPosition]:
-    """Return the applied withdrawals of each namespace that the region follows."""
-    found = select(upstream_namespaces.c.namespace, upstream_namespaces.c.position)
+    """Return the applied withdrawals of each namespace that the region uses."""
+    table = upstream_namespaces
+    found = select(table.c.namespace, table.c.position).where(table.c.used)
     return {Namespace(row[0]): ListPosition(row[1]) for row in await connection.execute(found)}
 
 
-async def add_position(
-    connection: AsyncConnection, namespace: Namespace, position: ListPosition
+async def note_positions(
+    connection: AsyncConnection, ends: Mapping[Namespace, ListPosition]
 ) -> None:
-    """Follow a namespace from a position on, unless the region follows it already."""
-    values = {"namespace": namespace, "position": position}
+    """Store the ends of the upstream's lists as positions of the namespaces that the region does
+    not use.
+    """
+    if not ends:
+        return
+    statement = insert_into(connection, upstream_namespaces)
+    statement = statement.on_conflict_do_update(
+        index_elements=[upstream_namespaces.c.namespace],
+        set_={"position": statement.excluded.position},
+        where=not_(upstream_namespaces.c.used),
+    )
+    await connection.execute(
+        statement,
+        [
+            {"namespace": name, "position": position, "used": False}
+            for name, position in sorted(ends.items())
+        ],
+    )
+
+
+async def use_namespace(connection: AsyncConnection, namespace: Namespace) -> None:
+    """Follow the withdrawals of a namespace from its position at the last probe on. The upstream
+    had none then if the region knows no position.
+    """
+    values = {"namespace": namespace, "position": LIST_START, "used": True}
     statement = insert_into(connection, upstream_namespaces).values(values)
-    await connection.execute(statement.on_conflict_do_nothing())
+    statement = statement.on_conflict_do_update(
+        index_elements=[upstream_namespaces.c.namespace], set_={"used": True}
+    )
+    await connection.execute(statement)
 
 
 async def lock_position(connection: Transaction, namespace: Namespace) -> None:
