@@ -3,13 +3,19 @@
 XLA chooses kernels of cuDNN and cuBLAS by running them, and uses a feature of CUDA graphs only if
 the driver has it. The keys of JAX contain neither. A host may also load libraries that are not
 installed as Python packages, so these functions read what this process has loaded.
+
+XLA also runs an assembler and a linker, and links a device library. jaxlib 0.10.2 takes them from a
+toolkit, such as CUDA's in `--xla_gpu_cuda_data_dir`, or from `PATH`.
 """
 
 import ctypes
 import re
+import shutil
+import subprocess
 import sys
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Iterable, Iterator
+from functools import cache, lru_cache, partial
+from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 from typing import Final
@@ -17,7 +23,7 @@ from typing import Final
 from graphstash.hooks.environment import read_part, sample_of
 from graphstash.hooks.mappings import memory_mappings
 
-__all__ = ["gpu_parts", "libtpu"]
+__all__ = ["gpu_parts", "libtpu", "toolkit"]
 
 _PACKAGES: Final = re.compile(r"(jax[-_](cuda|rocm)|nvidia[-_])[\w-]*", re.IGNORECASE)
 """Names of JAX's GPU plug-ins, and of NVIDIA's libraries."""
@@ -27,6 +33,14 @@ _DRIVERS: Final = {"libcuda": "cuDriverGetVersion", "libamdhip64": "hipDriverGet
 
 _VERSIONS: Final = re.compile(r"(jax_\w+_plugin|jaxlib\.\w+)\._versions")
 """Modules of JAX with functions such as `cudnn_get_version`, which ask the loaded libraries."""
+
+_TOOLS: Final = ("ptxas", "nvlink", "fatbinary")
+_LIBRARIES: Final = ("nvvm/libdevice/*.bc", "amdgcn/bitcode/*.bc", "*.bc")
+_TOOLKITS: Final = ("/usr/local/cuda", "/opt/cuda", "/opt/rocm")
+"""Directories in which XLA looks for a device library if the given ones have none."""
+
+_MAX_SCRIPT_BYTES: Final = 2**16
+_VERSION_SECONDS: Final = 10.0
 
 
 @cache
@@ -39,6 +53,38 @@ def libtpu() -> str:
     """Return a sample of the libtpu that this process has loaded, or `none`."""
     path = next((each for each in _loaded() if each.name == "libtpu.so"), None)
     return "none" if path is None else _sample(path)
+
+
+def toolkit(folders: Iterable[str]) -> str:
+    """Describe the tools and device libraries that XLA uses with these folders of toolkits."""
+    given = [Path(each) for each in folders]
+    tools = [each / "bin" / tool for each in given for tool in _TOOLS]
+    tools += [Path(found) for tool in _TOOLS if (found := shutil.which(tool))]
+    libraries = [*_libraries_in(given)] or [*_libraries_in(map(Path, _TOOLKITS))]
+    present = [each for each in (*tools, *libraries) if each.is_file()]
+    return " ".join(f"{each.name}={read_part(partial(_described, each))}" for each in present)
+
+
+def _libraries_in(folders: Iterable[Path]) -> Iterator[Path]:
+    for folder in folders:
+        for pattern in _LIBRARIES:
+            yield from sorted(folder.glob(pattern))
+
+
+def _described(path: Path) -> str:
+    status = path.stat()
+    return _described_once(path, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
+
+
+@lru_cache(maxsize=64)
+def _described_once(path: Path, *_changed: int) -> str:
+    """Return a sample of a file, and the version of the tool that a script starts."""
+    sample = sample_of(path)
+    if path.suffix or path.stat().st_size > _MAX_SCRIPT_BYTES:
+        return sample
+    ask = [str(path), "--version"]
+    asked = subprocess.run(ask, capture_output=True, timeout=_VERSION_SECONDS, check=False)
+    return f"{sample} {sha256(asked.stdout).hexdigest()}"
 
 
 @cache

@@ -5,13 +5,14 @@ import json
 import os
 import platform
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
+from graphstash.hooks.named_files import contents_of, is_output
 from graphstash_schema import DeviceType
 
 __all__ = [
@@ -58,9 +59,6 @@ _MAX_NAME_LENGTH: Final = 60
 
 _INITIAL_FLAGS: Final = "env.LIBTPU_INIT_ARGS"
 
-_OUTPUT_FLAG: Final = re.compile(r"cache|dump")
-"""Part of the names of flags with files that XLA writes, or that contain only its own results."""
-
 _DUMP_FLAG: Final = re.compile(r"--xla_dump_\w+(=\S*)?")
 
 _SAMPLE_BYTES: Final = 1024**2
@@ -84,7 +82,7 @@ def environment_parts(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that change an executable, as parts named `env.<NAME>`.
 
     Omits `--xla_dump_*` flags, which do not change the executable. Includes the contents of a flag
-    file that `XLA_FLAGS` names, and digests of the files that flags name, such as
+    file that `XLA_FLAGS` names, and digests of the files and directories that flags name, such as
     `--xla_gpu_ptx_file` and `--flagfile`, because compilers hash at most their names.
     """
     parts = {}
@@ -96,12 +94,14 @@ def environment_parts(environ: Mapping[str, str]) -> dict[str, str]:
                 # Sort by flag, not by token: the last occurrence of a repeated flag counts.
                 tokens.sort(key=_flag)
             if name in _FLAGS:
-                files += [each for token in tokens if (each := _file_of(token))]
+                files += _files_of(tokens)
             if tokens or name not in _FLAGS:  # no flags: like an absent variable
                 parts[f"env.{name}"] = " ".join(tokens)
             if name == "XLA_FLAGS":
                 for file in (token for token in tokens if not token.startswith("-")):
-                    parts["xla_flag_file"] = read_part(partial(Path(file).read_text, "utf-8"))
+                    text = read_part(partial(Path(file).read_text, "utf-8"))
+                    parts["xla_flag_file"] = text
+                    files += _files_of(text.split())
     if files:
         parts["flag_files"] = " ".join(files)
     return parts
@@ -248,12 +248,14 @@ def _is_read(name: str) -> bool:
     return bool(_READ.fullmatch(name)) and not _SAME_EXECUTABLE.fullmatch(name)
 
 
-def _file_of(token: str) -> str:
-    """Return a flag with a digest of the file that it names, or an empty string."""
-    flag, _, value = token.partition("=")
-    if not value or _OUTPUT_FLAG.search(flag) or not Path(value).is_file():
-        return ""
-    return f"{flag}={read_part(lambda: hashlib.sha256(Path(value).read_bytes()).hexdigest())}"
+def _files_of(tokens: Iterable[str]) -> list[str]:
+    """Return each flag that names a file or directory, with a digest of its contents."""
+    named = (token.partition("=") for token in tokens)
+    return [
+        f"{flag}={contents}"
+        for flag, _, name in named
+        if not is_output(flag) and (contents := contents_of(name.strip("'\"")))
+    ]
 
 
 def _flag(token: str) -> str:

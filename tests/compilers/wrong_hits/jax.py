@@ -131,6 +131,21 @@ _SETTINGS = (
         "another",
     ),
     _setting(
+        "contents of a directory that a flag names",
+        "os.mkdir('mine'); open('mine/profile', 'w').write('HERE'); "
+        "flags('--xla_gpu_pgle_profile_file_or_directory_path=mine')",
+        "one",
+        "another",
+    ),
+    _of(
+        "contents of a file that an option of one program names",
+        "open('mine.ptx', 'w').write('HERE')",
+        "jax.jit(lambda x: x / 3).lower(ONES).compile("
+        "compiler_options={'xla_gpu_ptx_file': 'mine.ptx'})",
+        "one",
+        "another",
+    ),
+    _setting(
         "optimization",
         "jax.config.update('jax_disable_most_optimizations', HERE)",
         "False",
@@ -271,6 +286,21 @@ _REVERSE = (
     _setting(
         "folder of a dump", "flags('--xla_dump_hlo_pass_re=HERE')", "one", "two", relation=_EQUAL
     ),
+    _of(
+        "contents of a dump that an option of one program names",
+        "os.mkdir('mine'); open('mine/module', 'w').write('HERE')",
+        "jax.jit(lambda x: x / 3).lower(ONES).compile(compiler_options={'xla_dump_to': 'mine'})",
+        "one",
+        "another",
+        relation=_EQUAL,
+    ),
+    _setting(
+        "contents of a dump",
+        "os.mkdir('mine'); open('mine/module', 'w').write('HERE'); flags('--xla_dump_to=mine')",
+        "one",
+        "another",
+        relation=_EQUAL,
+    ),
     _setting(
         "names of tracebacks",
         "jax.config.update('jax_traceback_filtering', 'HERE')",
@@ -335,6 +365,8 @@ PAIRS = (
     *all_in_one_process(
         _REVERSE,
         "folder of a dump",
+        "contents of a dump",
+        "contents of a dump that an option of one program names",
         "check for numbers that are none",
         "names of tracebacks",
     ),

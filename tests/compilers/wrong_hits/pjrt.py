@@ -111,6 +111,13 @@ PAIRS = (
         "{'xla_cpu_enable_fast_math': True}",
     ),
     _program(
+        "contents of a file that an option of one program names",
+        "lambda x: x / 3, compiler_options={'xla_gpu_ptx_file': 'mine.ptx'}",
+        "one",
+        "another",
+        before="open('mine.ptx', 'w').write('HERE')",
+    ),
+    _program(
         "callback",
         "lambda x: jax.pure_callback(lambda y: y * 2, x, x)",
         reason="calls a Python function",

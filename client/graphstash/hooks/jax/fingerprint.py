@@ -9,7 +9,9 @@ and the topology (`jax._src.cache_key`). The fingerprint adds:
 - The version of libtpu, which JAX's key omits before 0.6 (jax-ml/jax#27814), and a sample of the
   loaded libtpu, which TPU_LIBRARY_PATH may name. On TPU v4, the variable that joins two cores.
 - The versions of the GPU's driver and libraries, see `device_libraries`.
-- The contents of files that flags name, and the order of libtpu's flags if one is repeated.
+- The toolkit that XLA uses for a GPU, which JAX's key omits, see `device_libraries`.
+- The contents of files that flags or options of the program name, see `named_files`.
+- The order of libtpu's flags if one is repeated.
 - Which of the program's custom calls XLA partitions by rows, see `partitioners`.
 """
 
@@ -28,6 +30,7 @@ from graphstash.hooks.environment import version_of
 from graphstash.hooks.jax.compiling import Program
 from graphstash.hooks.jax.program_text import details_of, settings
 from graphstash.hooks.labels import function_label
+from graphstash.hooks.named_files import option_files, toolkits_in
 from graphstash_schema import ArtifactKind, DeviceType
 
 __all__ = ["device_key", "request_of"]
@@ -48,6 +51,8 @@ def request_of(jax_key: str, program: Program, *, label: str = "") -> CompileReq
         **program.environment,
         **environment.omitted_flags(os.environ),
     }
+    options = b"" if program.options is None else bytes(program.options.SerializeAsString())
+    parts |= option_files(options)
     if program.platform == "cpu" or not program.is_watched:
         parts["cpu_features"] = " ".join(environment.cpu_features())
         parts["threads"] = program.threads
@@ -57,6 +62,7 @@ def request_of(jax_key: str, program: Program, *, label: str = "") -> CompileReq
         parts["megacore"] = os.environ.get("TPU_MEGACORE", "")
     elif program.platform == "gpu":
         parts |= device_libraries.gpu_parts()
+        parts["toolkit"] = device_libraries.toolkit(toolkits_in(options))
     if program.partitioned_by_rows:
         parts["partitioned_by_rows"] = program.partitioned_by_rows
     label = label or function_label(jax_key.rpartition("-")[0])

@@ -10,30 +10,14 @@ do not match: the devices of a device assignment, for example, are messages of o
 No schema is needed, so messages of a newer XLA work. Bytes that do not parse stay unchanged.
 """
 
-from typing import Final, NamedTuple
+from typing import Final
+
+from graphstash.hooks.protobuf import BYTES, Field, NotAMessageError, fields_of
 
 __all__ = ["canonical"]
 
-_VARINT: Final = 0
-_FIXED64: Final = 1
-_BYTES: Final = 2
-_FIXED32: Final = 5
-
-_MAX_VARINT_BYTES: Final = 10
 _MAX_DEPTH: Final = 32
 """Nesting of messages down to which maps are sorted. Protobuf's own limit is 100."""
-
-
-class _Field(NamedTuple):
-    number: int
-    wire_type: int
-    head: bytes
-    """Bytes of the tag and, if the field has a length, of the length."""
-    body: bytes
-
-
-class _NotAMessageError(Exception):
-    """The bytes are no protobuf message, but text, packed numbers or damaged."""
 
 
 def canonical(message: bytes) -> bytes:
@@ -43,13 +27,13 @@ def canonical(message: bytes) -> bytes:
 
 def _canonical(message: bytes, *, depth: int) -> bytes:
     try:
-        fields = _parsed(message)
-    except _NotAMessageError:
+        fields = fields_of(message)
+    except NotAMessageError:
         return message
     if depth < _MAX_DEPTH:
         fields = [
             field._replace(body=_canonical(field.body, depth=depth + 1))
-            if field.wire_type == _BYTES
+            if field.wire_type == BYTES
             else field
             for field in fields
         ]
@@ -67,52 +51,16 @@ def _canonical(message: bytes, *, depth: int) -> bytes:
     return b"".join(written)
 
 
-def _is_map(run: list[_Field]) -> bool:
+def _is_map(run: list[Field]) -> bool:
     keys = set()
     for field in run:
-        if field.wire_type != _BYTES:
+        if field.wire_type != BYTES:
             return False
         try:
-            entry = _parsed(field.body)
-        except _NotAMessageError:
+            entry = fields_of(field.body)
+        except NotAMessageError:
             return False
         if [part.number for part in entry] != [1, 2]:
             return False
         keys.add((entry[0].wire_type, entry[0].body))
     return len(keys) == len(run) and len({wire_type for wire_type, _ in keys}) == 1
-
-
-def _parsed(message: bytes) -> list[_Field]:
-    fields = []
-    at = 0
-    while at < len(message):
-        start = at
-        tag, at = _varint(message, at)
-        number, wire_type = tag >> 3, tag & 7
-        if wire_type == _VARINT:
-            _, end = _varint(message, at)
-        elif wire_type == _BYTES:
-            length, at = _varint(message, at)
-            end = at + length
-        elif wire_type in (_FIXED64, _FIXED32):
-            end = at + (8 if wire_type == _FIXED64 else 4)
-        else:
-            raise _NotAMessageError
-        if number == 0 or end > len(message):
-            raise _NotAMessageError
-        fields.append(_Field(number, wire_type, message[start:at], message[at:end]))
-        at = end
-    return fields
-
-
-def _varint(message: bytes, at: int) -> tuple[int, int]:
-    """Return the number that starts at `at`, and the position after it."""
-    value = 0
-    for place in range(_MAX_VARINT_BYTES):
-        if at + place >= len(message):
-            break
-        byte = message[at + place]
-        value |= (byte & 0x7F) << (7 * place)
-        if byte < 0x80:
-            return value, at + place + 1
-    raise _NotAMessageError

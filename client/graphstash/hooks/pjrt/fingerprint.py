@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from graphstash.hooks.device_libraries import gpu_parts
+from graphstash.hooks.device_libraries import gpu_parts, toolkit
 from graphstash.hooks.environment import (
     EnvironmentStates,
     cpu_device_type,
@@ -24,6 +24,7 @@ from graphstash.hooks.environment import (
     version_of,
 )
 from graphstash.hooks.labels import function_label, user_line
+from graphstash.hooks.named_files import option_files, toolkits_in
 from graphstash.hooks.partitioners import Partitioners
 from graphstash.hooks.pjrt.abi import (
     POINTER_BYTES,
@@ -207,6 +208,7 @@ class Fingerprints:
         api = self._plugin.api
         parts = {
             **self._environment.parts(),
+            **option_files(options),
             "format": bytes(view_of(program.format, program.format_size)).decode("ascii"),
             "program": hashlib.sha256(code).hexdigest(),
             "options": hashlib.sha256(canonical(options)).hexdigest(),
@@ -223,7 +225,7 @@ class Fingerprints:
             parts |= {"libc": libc(), "cpu_features": " ".join(cpu_features())}
             parts["threads"] = self._threads.get(args.client) or threads()
         if topology.platform.lower() in {"cuda", "rocm"}:
-            parts |= gpu_parts()
+            parts |= {**gpu_parts(), "toolkit": toolkit(toolkits_in(options))}
         if topology.platform.lower() == "neuron":  # the plug-in calls a separate compiler
             parts["compiler"] = version_of("neuronx-cc") or "none"
         return parts

@@ -15,7 +15,9 @@ tensor.
 import ctypes
 import hashlib
 import json
+import os
 import platform
+import re
 from collections.abc import Mapping
 from importlib import metadata
 from typing import Final
@@ -25,7 +27,7 @@ import torch_xla
 import torch_xla.runtime as xr
 
 from graphstash._compile.request import CompileRequest
-from graphstash.hooks.device_libraries import gpu_parts, libtpu
+from graphstash.hooks.device_libraries import gpu_parts, libtpu, toolkit
 from graphstash.hooks.environment import (
     EnvironmentStates,
     cpu_device_type,
@@ -117,7 +119,10 @@ class Fingerprints:
 
 
 def _process_parts() -> dict[str, str]:
-    of_gpus = gpu_parts() if xr.device_type() in {"CUDA", "ROCM"} else {}
+    of_gpus = {}
+    if xr.device_type() in {"CUDA", "ROCM"}:
+        folders = re.findall(r"--xla_gpu_cuda_data_dir=(\S+)", os.environ.get("XLA_FLAGS", ""))
+        of_gpus = {**gpu_parts(), "toolkit": toolkit(folders)}
     return {
         **of_gpus,
         "torch": torch.__version__,
