@@ -122,3 +122,34 @@ def test_threads_are_those_of_the_client_that_compiles_for_the_cpu(jax_program):
         """
     )
     assert printed == ["5 (now 3)", "5 (now 3)", "3"]
+
+
+LATE = """
+    import contextlib
+    import os
+
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+    import graphstash
+
+    def user(x):
+        result = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.ffi.ffi_call("mine", result)(x)
+
+    devices = jax.devices()
+    jax.ffi.register_ffi_target_as_batch_partitionable("mine")
+    graphstash.install()
+    sharding = NamedSharding(Mesh(np.array(devices), ("a",)), PartitionSpec("a"))
+    for function in (user, jax.numpy.linalg.cholesky):
+        lowered = jax.jit(function, in_shardings=sharding).lower(np.eye(4, dtype=np.float32))
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # no code for the custom call
+            lowered.compile()
+        print(graphstash.stats().fallbacks)
+    """
+
+
+def test_custom_call_registered_before_a_late_installation_is_not_shared(jax_program):
+    expected = ["{'unshareable': 1}"] * 2
+    assert jax_program(LATE, url="none", hooks="jax") == expected

@@ -3,10 +3,14 @@
 A program names its custom calls. How XLA partitions a custom call depends on what the process has
 registered for that name: nothing, each row alone (`register_ffi_target_as_batch_partitionable` of
 `jax.ffi`), or functions in Python. Neither JAX's key nor the program contains the registration.
+
+XLA does not list its registrations. JAX lists those that precede its search for plug-ins. If a hook
+is installed later, a name without a known registration may have an unknown one.
 """
 
 import functools
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from graphstash.hooks.patching import Patches
@@ -16,9 +20,18 @@ __all__ = ["Partitioners"]
 _BY_ROWS: Final = "register_custom_call_as_batch_partitionable"
 _IN_PYTHON: Final = "register_custom_call_partitioner"
 
+_OF_XLA: Final = re.compile(
+    r"Sharding|SPMD\w+|MoveTo\w+|annotate_device_placement|LayoutConstraint|PartialReduce"
+    r"|(Approx)?TopK|(xla|mhlo|chlo|stablehlo)\..*|tpu_custom_call|mosaic_gpu\w*|__gpu\$.*|__cu\w+.*"
+)
+"""Names of custom calls that XLA or JAX defines, and for which JAX registers nothing."""
+
 
 class Partitioners:
     """Collects the names that JAX registers, from before the hook was installed and after.
+
+    Attributes:
+        is_late: Whether programs may have registered names that are not known.
 
     Args:
         xla_client: JAX's module `jaxlib.xla_client`, whose functions register a name.
@@ -27,6 +40,7 @@ class Partitioners:
     """
 
     def __init__(self, xla_client: Any, xla_bridge: Any) -> None:
+        self.is_late = bool(getattr(xla_bridge, "_plugins_registered", False))
         self._xla_client = xla_client
         self._by_rows: set[bytes] = set()
         self._in_python: set[bytes] = set()
@@ -51,6 +65,14 @@ class Partitioners:
     def is_in_python(self, program: bytes | memoryview) -> bool:
         """Return whether functions in Python partition a custom call of a program."""
         return bool(_named(self._in_python, program))
+
+    def unknown(self, calls: Iterable[str]) -> str:
+        """Return the first custom call of some with a registration that may be unknown, or ""."""
+        known = self._by_rows | self._in_python
+        return next(
+            (each for each in calls if each.encode() not in known and not _OF_XLA.fullmatch(each)),
+            "",
+        )
 
 
 def _observed(register: Callable[..., None], *, names: set[bytes]) -> Callable[..., None]:

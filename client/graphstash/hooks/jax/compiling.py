@@ -209,9 +209,22 @@ class Compiling:
                         program.unshareable = why
                 if program.placement is not None and program.placement.size > 1:
                     program.partitioned_by_rows = self._partitioners.by_rows(serialized)
+                    if self._partitioners.is_late and b"custom_call" in serialized:
+                        program.unshareable = program.unshareable or self._unknown(program)
             return serialized
 
         return serialize_ir
+
+    def _unknown(self, program: Program) -> str:
+        """Return why the key may lack how XLA partitions a program, or an empty string."""
+        try:
+            name = self._partitioners.unknown(_custom_calls(program.computation))
+        except Exception as error:  # noqa: BLE001 - a hook's outermost frame: JAX compiles
+            return f"its custom calls cannot be listed ({error!r})"
+        return name and (
+            f"a program may have registered how to partition {name} before graphstash.install(), "
+            "which came after jax.devices()"
+        )
 
     def _wrap_write(self, write: Callable[..., None]) -> Callable[..., None]:
         signature = inspect.signature(write)
@@ -237,6 +250,22 @@ class Compiling:
                 self._record_fallback(error)
 
         return cache_write
+
+
+def _custom_calls(module: Any) -> list[str]:
+    """Return the names of a module's custom calls."""
+    found: list[str] = []
+
+    def visit(operations: Any) -> None:
+        for each in operations:
+            if each.operation.name == "stablehlo.custom_call":
+                found.append(each.operation.attributes["call_target_name"].value)
+            for region in each.operation.regions:
+                for block in region.blocks:
+                    visit(block.operations)
+
+    visit(module.body.operations)
+    return sorted(found)
 
 
 def _read(

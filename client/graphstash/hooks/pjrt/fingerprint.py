@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from graphstash.errors import CacheError, Reason
 from graphstash.hooks.device_libraries import gpu_parts, toolkit
 from graphstash.hooks.environment import (
     EnvironmentStates,
@@ -56,6 +57,11 @@ _CALLBACKS: Final = tuple(
     )
 )
 """Custom calls that contain the address of a Python function in this process."""
+
+_LATE: Final = (
+    "programs with custom calls are not shared: the job may have registered how to partition "
+    "them before graphstash.install(), which came after jax.devices()"
+)
 
 _FUNCTION: Final = re.compile(rb"\b(jit|pmap)_[A-Za-z0-9_]{1,100}")
 """Module name by JAX; it is readable in every program format."""
@@ -196,6 +202,7 @@ class Fingerprints:
         """Return the parts of a program's key, or None if other processes cannot run it.
 
         Raises:
+            CacheError: How the devices share the program may be unknown.
             OSError: The plug-in's file cannot be read.
         """
         program = Program.from_address(args.program)
@@ -203,6 +210,9 @@ class Fingerprints:
         partitioners = self._partitioners()
         if not is_portable(code) or (partitioners and partitioners.is_in_python(code)):
             return None
+        is_unknown = partitioners and partitioners.is_late and topology.device_count > 1
+        if is_unknown and b"custom_call" in bytes(code):
+            raise CacheError(Reason.UNSHAREABLE, _LATE)
         self._environment.observe()
         options = bytes(view_of(args.options, args.options_size))
         api = self._plugin.api
