@@ -147,6 +147,7 @@ class InFlightCompile:
     """A compilation that this process has to run. The hook ends it with `publish` or `abandon`.
 
     Attributes:
+        request: Request for the artifact.
         fallback_reason: Why the cache could not help, or None for a plain miss.
         is_compiling: True until the compiler has finished.
         is_wanted: Whether the server would accept the result. Otherwise only this host stores it.
@@ -164,7 +165,7 @@ class InFlightCompile:
         self.key = request.key
         self.fallback_reason = fallback_reason
         self._owner = owner
-        self._request = request
+        self.request = request
         self._lease = lease
         self.is_wanted = wanted
         self._done: Callable[[], None] | None = None
@@ -197,7 +198,7 @@ class InFlightCompile:
         def work() -> None:
             outcome = schema.LeaseOutcome.FAILED
             try:
-                metadata = self._request.metadata(
+                metadata = self.request.metadata(
                     compile_seconds=compile_seconds, raw_size_bytes=payload.stat().st_size
                 )
                 if self._owner.store(self.key, payload, metadata, local_only=not self.is_wanted):

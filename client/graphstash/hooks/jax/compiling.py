@@ -154,6 +154,10 @@ class Compiling:
         program.threads = self._threads
         return program
 
+    def observe(self, program: Program) -> None:
+        """Record the environment again, for a program whose compilation has ended."""
+        program.environment = self._observe()
+
     def _wrap_start(self, start_backend: Callable[..., Any]) -> Callable[..., Any]:
         """Record the environment first: XLA and libtpu parse their flags when a client starts."""
 

@@ -131,6 +131,10 @@ class Entries:
             if program.is_small and self._packs is not None and not self._packs.is_alone(key):
                 self._packs.reject(key)
                 return  # the published pack still has the key, so a new pack would omit it
+        if request_of(jax_key, program).key != key:  # XLA reads files and variables after a look-up
+            why = f"{request.label} is not shared: its key changed while JAX compiled it"
+            self._cache.note_unshared(request, why)
+            return
         if jax_key in program.packed and self._packs is not None:
             seconds = self._packs.put(key, raw)
             if seconds is not None:

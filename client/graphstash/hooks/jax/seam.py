@@ -120,7 +120,9 @@ class Seam:
     def put(self, jax_key: str, entry: bytes) -> None:
         """Store an entry that JAX has compiled. Never raises."""
         try:
-            self._keeper.put(jax_key, self._compiling.present(), entry)
+            program = self._compiling.present()
+            self._compiling.observe(program)
+            self._keeper.put(jax_key, program, entry)
         except Exception as error:  # noqa: BLE001 - a hook's outermost frame: JAX compiles
             self._keeper.record_fallback(error)
 

@@ -9,6 +9,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from typing import Any, Final
 
@@ -87,6 +88,7 @@ class Call(ABC):
         self.cache = cache
         self.experience = experience
         self.compilation: InFlightCompile | None = None
+        self._describe_again: Callable[[], CompileRequest | None] = lambda: None
 
     @abstractmethod
     def serve(self, fingerprints: Fingerprints) -> bool:
@@ -104,6 +106,7 @@ class Call(ABC):
 
     def describe(self, fingerprints: Fingerprints, topology: Topology) -> CompileRequest | None:
         """Return the request for the program, or None if no other process can use the program."""
+        self._describe_again = partial(self.describe, fingerprints, topology)
         parts = fingerprints.parts(self.args, topology)
         if parts is None:
             why = "a program is not shared: it calls a Python function of this process"
@@ -127,6 +130,11 @@ class Call(ABC):
             PjrtError: Serializing fails, although the plug-in implements it.
         """
         if (compilation := self.compilation) is None:
+            return
+        now = self._describe_again()
+        if now is None or now.key != compilation.key:  # files or variables have changed
+            why = "a program is not shared: its key changed while a plug-in compiled it"
+            self.cache.note_unshared(compilation.request, why)
             return
         try:
             with self.plugin.api.serialized(Function.EXECUTABLE_SERIALIZE, executable) as payload:
@@ -207,7 +215,7 @@ class AheadOfTimeCall(Call):
     _request: CompileRequest | None = None
 
     def serve(self, fingerprints: Fingerprints) -> bool:
-        """Return False. Describe the program now, as the caller may change the arguments later."""
+        """Return False, and describe the program."""
         topology = Topology.of(self.plugin.api, self.args.topology)
         self._request = self.describe(fingerprints, topology)
         return False

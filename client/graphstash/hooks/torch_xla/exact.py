@@ -33,6 +33,7 @@ class _Running:
     compilation: InFlightCompile
     announced: float  # monotonic time of the last report
     seconds: float = 0.0  # compile time
+    is_current: bool = True  # whether the key is the same as at the look-up
 
 
 class ExactMode:
@@ -106,9 +107,13 @@ class ExactMode:
                 # the time since the last report is the best measure of the compile time.
                 running.seconds, running.announced = now - running.announced, now
                 running.compilation.is_compiling = False
-                return
-            rejected = self._settle_deliveries(name)
-            failed = [each for each in self._running.values() if each.compilation.is_compiling]
+            else:
+                rejected = self._settle_deliveries(name)
+                failed = [each for each in self._running.values() if each.compilation.is_compiling]
+        if running is not None:
+            # XLA reads files and variables after the look-up.
+            running.is_current &= self._fingerprints.request(name).key == running.compilation.key
+            return
         for each in failed:
             # torch_xla starts another graph before it has finished this one: the job probably
             # caught a compile error. If another thread still compiles this graph, another host may
@@ -153,6 +158,11 @@ class ExactMode:
         self._count_give_ups()
         if running is None:
             return  # a graph whose artifact was rejected, or that was not fetched
+        if not running.is_current:
+            why = "a graph is not shared: its key changed while torch_xla compiled it"
+            self._cache.note_unshared(running.compilation.request, why)
+            running.compilation.abandon()
+            return
         publish_file(
             self._directory / name,
             running.compilation,
