@@ -221,7 +221,12 @@ def test_all_subjects_together_leave_room_for_administrators(
 @pytest.mark.sql
 @pytest.mark.anyio
 async def test_tokens_of_jobs_are_deleted_an_hour_after_their_expiry(opened):
-    job = Principal(AccessKind.OIDC, "oidc:job", (Grant.parse("read:ci"),), None, "https://ci")
+    job = Principal(
+        kind=AccessKind.OIDC,
+        name="oidc:job",
+        grants=(Grant.parse("read:ci"),),
+        issuer="https://ci",
+    )
     async with opened() as server:
         tokens = server.context.tokens
         own = await new_token(tokens, expires_at=opened.clock.now + timedelta(seconds=60))

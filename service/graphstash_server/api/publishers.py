@@ -35,7 +35,7 @@ async def check_publisher(call: NamespaceCall) -> None:
         publisher = Publisher.model_validate_json(header)
     except ValidationError as error:
         raise _refused(f"{HEADER_PUBLISHER} is malformed: {error.errors()[0]['msg']}") from None
-    stated = Principal.of(kind=AccessKind.TOKEN, name="publisher", grants=publisher.grants)
+    stated = Principal(kind=AccessKind.TOKEN, name="publisher", grants=publisher.grants)
     if not stated.may(Scope.WRITE, call.namespace, call.policy):
         raise _refused(f"the publisher may not write to {call.namespace}")
     if (

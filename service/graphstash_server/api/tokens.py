@@ -49,7 +49,7 @@ class _AuditQuery(WireModel):
 @router.call("GET", "/access", needs=KNOWN, answers={200: {"model": Access}})
 async def get_access(call: Call) -> Response:
     """Return the caller's identity and rights."""
-    return json_answer(call.principal.access)
+    return json_answer(call.principal)
 
 
 @router.call(

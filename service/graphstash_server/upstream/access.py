@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Final, NamedTuple
 
-from graphstash_schema import Access, AccessKind, ErrorCode
+from graphstash_schema import AccessKind, ErrorCode
 from graphstash_schema.protocol import ADMIN_PREFIX
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
@@ -146,26 +146,26 @@ class UpstreamAccess:
             if answer.status == 401:
                 await self._refuse(name)
                 return None
-            access = answer.parsed(Access)
+            caller = answer.parsed(Principal)
         except UpstreamError as error:
             return await self._confirmed_before(name, error)
-        if access.kind not in (AccessKind.TOKEN, AccessKind.OIDC):
+        if caller.kind not in (AccessKind.TOKEN, AccessKind.OIDC):
             # An upstream without authentication accepts any text.
             await self._refuse(name)
             return None
-        return await self._confirm(name, access, now=asked_at)
+        return await self._confirm(name, caller, now=asked_at)
 
-    async def _confirm(self, name: str, access: Access, *, now: float) -> Principal:
+    async def _confirm(self, name: str, caller: Principal, *, now: float) -> Principal:
         before = self._known.get(name)
         stored_at = before.stored_at if before is not None else None
         if stored_at is None or now - stored_at >= _STORED_AGAIN_SECONDS:
             async with self.database.writing() as connection:
                 await put_caller(
-                    connection, name, access=access.model_dump_json(), now=self.clock()
+                    connection, name, access=caller.model_dump_json(), now=self.clock()
                 )
             stored_at = now
         # The upstream has compared the expiry with its own clock.
-        principal = _principal(access.model_copy(update={"expires_at": None}))
+        principal = caller.model_copy(update={"expires_at": None})
         self._remember(name, _Decision(now, principal, stored_at))
         return principal
 
@@ -190,7 +190,7 @@ class UpstreamAccess:
                 f"the token cannot be checked: {error}, and has not confirmed it recently; retry",
                 retry_after_seconds=_REFUSED_SECONDS,
             )
-        principal = _principal(Access.model_validate_json(stored))
+        principal = Principal.model_validate_json(stored)
         before = self._known.get(name)
         stored_at = before.stored_at if before is not None else None
         self._remember(name, _Decision(self.seconds(), principal, stored_at))
@@ -213,18 +213,6 @@ class UpstreamAccess:
         kept[name] = decision
         if len(kept) > _MAX_KNOWN:
             kept.popitem(last=False)
-
-
-def _principal(access: Access) -> Principal:
-    return Principal.of(
-        kind=access.kind,
-        name=access.name,
-        grants=access.grants,
-        expires_at=access.expires_at,
-        issuer=access.issuer,
-        subject=access.subject or "",
-        token=access.token,
-    )
 
 
 def _name_of(credentials: str) -> str:

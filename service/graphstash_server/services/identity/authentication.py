@@ -215,13 +215,13 @@ class KnownTokens:
 def _known(row: TokenRow | None) -> KnownToken | None:
     if row is None or row.info.revoked_at is not None:
         return None
-    principal = Principal.of(
+    principal = Principal(
         kind=AccessKind.TOKEN,
         name=f"token:{row.info.id} {row.info.description}",
         grants=row.info.grants,
         expires_at=row.info.expires_at,
         issuer=row.info.issuer,
-        subject=row.info.created_by if row.info.issuer is not None else "",
+        subject=row.info.created_by if row.info.issuer is not None else None,
         token=row.info.id,
     )
     return KnownToken(principal, row.secret_sha256)

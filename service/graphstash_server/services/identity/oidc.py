@@ -322,7 +322,7 @@ class OidcVerifier:
         if not grants:
             _LOGGER.debug("no rule matches a token of %s", issuer.issuer)
             return None
-        return Principal.of(
+        return Principal(
             kind=AccessKind.OIDC,
             name=_name_of(issuer, claims["sub"]),
             grants=grants,
@@ -347,6 +347,6 @@ def _name_of(issuer: TrustedIssuer, subject: str) -> str:
     return f"{name[: MAX_ACTOR_CHARACTERS - len(end)]}~{digest[:16]}"
 
 
-def _grants(issuer: TrustedIssuer, claims: Mapping[str, Any]) -> list[Grant]:
+def _grants(issuer: TrustedIssuer, claims: Mapping[str, Any]) -> tuple[Grant, ...]:
     matching = [rule for rule in issuer.rules if rule.fits(claims)]
-    return list(dict.fromkeys(grant for rule in matching for grant in rule.grants))
+    return tuple(dict.fromkeys(grant for rule in matching for grant in rule.grants))

@@ -1,9 +1,8 @@
 """Principal: a caller and the rights in its grants."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from datetime import datetime
-from typing import Final, Self
+from typing import Final
+
+from pydantic import field_validator
 
 from graphstash_schema import (
     Access,
@@ -19,41 +18,14 @@ from graphstash_server.actor import MAX_ACTOR_CHARACTERS
 __all__ = ["ANONYMOUS", "OPEN_ACCESS", "OWNER", "Principal"]
 
 
-@dataclass(frozen=True, slots=True)
-class Principal:
-    """A caller.
+class Principal(Access):
+    """A caller, whose rights depend on policies. Its name is safe for logs and terminals."""
 
-    Attributes:
-        name: name in the audit log: printable, at most `MAX_ACTOR_CHARACTERS`.
-        issuer: identity provider that vouches for the caller, or None.
-        subject: identity in the JWT that was exchanged for this token. Empty without an exchange.
-        token: id of the caller's token. None for other callers.
-    """
-
-    kind: AccessKind
-    name: str
-    grants: tuple[Grant, ...]
-    expires_at: datetime | None = None
-    issuer: str | None = None
-    subject: str = ""
-    token: str | None = None
-
+    @field_validator("name")
     @classmethod
-    def of(
-        cls,
-        *,
-        kind: AccessKind,
-        name: str,
-        grants: Iterable[Grant],
-        expires_at: datetime | None = None,
-        issuer: str | None = None,
-        subject: str = "",
-        token: str | None = None,
-    ) -> Self:
-        """Return a caller with a name from outside, made safe for logs and terminals."""
+    def _make_safe(cls, name: str) -> str:
         printable = "".join(each if each.isprintable() else "?" for each in name)
-        short = printable[:MAX_ACTOR_CHARACTERS]
-        return cls(kind, short, tuple(grants), expires_at, issuer, subject, token)
+        return printable[:MAX_ACTOR_CHARACTERS]
 
     @property
     def party(self) -> str:
@@ -65,19 +37,6 @@ class Principal:
         return self.subject or self.name
 
     @property
-    def access(self) -> Access:
-        """The caller's rights, as the server reports them to the caller."""
-        return Access(
-            kind=self.kind,
-            name=self.name,
-            grants=self.grants,
-            expires_at=self.expires_at,
-            issuer=self.issuer,
-            subject=self.subject or None,
-            token=self.token,
-        )
-
-    @property
     def is_administrator(self) -> bool:
         """Whether the caller administers the server: `admin` on the pattern `*`."""
         return any(grant.is_server_administration for grant in self.grants)
@@ -86,10 +45,6 @@ class Principal:
     def may_see_totals(self) -> bool:
         """Whether the caller may read every namespace: a grant on the pattern `*`."""
         return any(grant.namespaces == "*" for grant in self.grants)
-
-    def allows(self, scope: Scope, namespace: Namespace) -> bool:
-        """Whether a grant allows `scope` in a namespace."""
-        return any(grant.allows(scope, namespace) for grant in self.grants)
 
     def may_read(self, namespace: Namespace, policy: NamespacePolicy) -> bool:
         """Whether the caller may read a namespace. Its policy may allow anonymous reads."""
@@ -111,14 +66,14 @@ class Principal:
 
 
 OPEN_ACCESS: Final = Principal(
-    AccessKind.OPEN,
-    "everybody",
-    (Grant(scope=Scope.ADMIN, namespaces=NamespacePattern("*")),),
+    kind=AccessKind.OPEN,
+    name="everybody",
+    grants=(Grant(scope=Scope.ADMIN, namespaces=NamespacePattern("*")),),
 )
 """Every caller of a server without authentication."""
 
-OWNER: Final = Principal(AccessKind.OWNER, "owner", OPEN_ACCESS.grants)
+OWNER: Final = Principal(kind=AccessKind.OWNER, name="owner", grants=OPEN_ACCESS.grants)
 """The user who runs the server. Only this user can reach the server's own socket."""
 
-ANONYMOUS: Final = Principal(AccessKind.ANONYMOUS, "anonymous", ())
+ANONYMOUS: Final = Principal(kind=AccessKind.ANONYMOUS, name="anonymous", grants=())
 """A caller without a token, on a server with authentication."""
