@@ -30,6 +30,7 @@ __all__ = [
     "RunList",
     "RunMiss",
     "RunName",
+    "RunQuery",
     "RunReport",
     "RunSums",
     "RunTimes",
@@ -199,6 +200,22 @@ class Run(WireModel):
         return RunSums(
             *(sum(getattr(each, name) for each in self.counts) for name in RunSums._fields)
         )
+
+
+class RunQuery(WireModel):
+    """Which runs to list, and from which on."""
+
+    job: ManifestName | None = Field(default=None, description="only runs of it")
+    limit: int = Field(default=20, ge=1, le=MAX_LISTED_RUNS, description="most runs")
+    since: AwareDatetime | None = Field(
+        default=None, description="only runs that started at this time or later"
+    )
+    until: AwareDatetime | None = Field(
+        default=None, description="only runs that started before this time"
+    )
+    after: str = Field(
+        default="", max_length=256, description="`next` of the page before; empty for the first"
+    )
 
 
 class RunList(WireModel):

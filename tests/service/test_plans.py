@@ -37,6 +37,7 @@ from graphstash_schema.history import Grouping, Step
 from graphstash_schema.listing import ArtifactQuery, ListOrder
 from graphstash_schema.names import LIST_START, ManifestName
 from graphstash_schema.region import Publisher
+from graphstash_schema.run import RunQuery
 from graphstash_schema.withdrawals import WithdrawalCause
 from graphstash_server.actor import Actor
 from graphstash_server.artifact import Artifact
@@ -51,7 +52,7 @@ from graphstash_server.db.queries.leases import LeaseRow
 from graphstash_server.db.queries.listing import Place
 from graphstash_server.db.queries.recorded_times import Suspension
 from graphstash_server.db.queries.requests import Requests, UsageCounts
-from graphstash_server.db.queries.runs import HeldRun, ReportRow, RunRequest
+from graphstash_server.db.queries.runs import HeldRun, ReportRow
 from graphstash_server.db.queries.sessions import SessionRow
 from graphstash_server.db.queries.shared import key_values
 from graphstash_server.db.queries.tokens import TokenRow
@@ -229,6 +230,7 @@ def arguments_of(count):
         "at": [NOW],
         "before": [old],
         "withdrawals.prune_withdrawals.before": [10],
+        "runs.list_latest.after": [None, (NOW, RUN)],
         "audit.read_audit.before": [None, 100],
         "but": ["new"],
         "by": [each for each in Grouping if each is not Grouping.NONE],
@@ -237,10 +239,7 @@ def arguments_of(count):
         "change": [UsageChange(hits=1)],
         "changes": [{BENCH: groups}],
         "chosen": [[candidate]],
-        "runs.list_latest.request": [
-            RunRequest(PAGE),
-            RunRequest(PAGE, "x", at(30), NOW, (NOW, RUN)),
-        ],
+        "query": [RunQuery(limit=PAGE), RunQuery(limit=PAGE, job="x", since=at(30), until=NOW)],
         "credential": ["0100"],
         "digest": [digest(100)],
         "digests": [digests],

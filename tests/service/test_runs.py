@@ -19,6 +19,7 @@ from graphstash_schema.run import (
     RUNS_KEPT,
     Run,
     RunName,
+    RunQuery,
     RunReport,
     RunTimes,
 )
@@ -329,7 +330,7 @@ async def test_processes_of_a_run_and_listed_reports_are_bounded(bounded, monkey
             for process in range(2):
                 await server.report(run, str(process))
         await server.report("c", "0")  # says it again
-        listed = await server.service.list_latest(TEAM)
+        listed = await server.service.list_latest(TEAM, RunQuery())
         assert [(each.run, each.processes) for each in listed.runs] == [("c", 2), ("b", 2)]
         named = "2 processes of the run c have reported"
         with pytest.raises(ServerError, match=named) as refused:
@@ -370,7 +371,7 @@ async def test_server_clock_orders_and_drops_runs_and_future_runs_are_refused(bo
     async with bounded() as server:
         await server.report("early", started_at="2026-01-02T00:00:00Z")
         await server.report("late", started_at="2001-01-01T00:00:00Z")
-        listed = await server.service.list_latest(TEAM, job=None)
+        listed = await server.service.list_latest(TEAM, RunQuery())
         assert [each.run for each in listed.runs] == ["late", "early"]
 
         begins = server.clock.now + MAX_RUN_AHEAD + timedelta(seconds=2)
@@ -399,4 +400,5 @@ async def test_processes_that_end_together_are_all_in_the_run(opened):
         await asyncio.gather(*(both[n % 2].report("run", str(n)) for n in range(40)))
         run = await one.context.runs.find(TEAM, RunName("run"))
         assert run.processes == 40
-        assert (await other.context.runs.list_latest(TEAM, job=ManifestName("x"))).runs == ()
+        of_x = RunQuery(job=ManifestName("x"))
+        assert (await other.context.runs.list_latest(TEAM, of_x)).runs == ()

@@ -31,7 +31,7 @@ from graphstash.config import ClientConfig
 from graphstash_schema import ManifestName, Namespace
 from graphstash_schema.exit_status import ExitStatus
 from graphstash_schema.explanation import Description
-from graphstash_schema.run import MAX_LISTED_RUNS, Run, RunMiss, RunName
+from graphstash_schema.run import MAX_LISTED_RUNS, Run, RunMiss, RunName, RunQuery
 
 __all__ = ["explain"]
 
@@ -225,7 +225,7 @@ def _as_json(cause: Cause) -> dict[str, object]:
 def _compare(config: ClientConfig, job: str, against: str | None, *, as_json: bool) -> None:
     name = ManifestName(job)
     with closing(ServerClient(config)) as server:
-        runs = server.runs(name, limit=MAX_LISTED_RUNS).runs
+        runs = server.runs(RunQuery(job=name, limit=MAX_LISTED_RUNS)).runs
         if not runs:
             _fail_empty(
                 f"no run of the job {name} is reported in the namespace {config.namespace}: "

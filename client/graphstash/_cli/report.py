@@ -24,7 +24,7 @@ from graphstash.config import ClientConfig
 from graphstash_schema import Namespace
 from graphstash_schema.exit_status import ExitStatus
 from graphstash_schema.history import OTHERS, Grouping, HistoryPoint, Step
-from graphstash_schema.run import MAX_LISTED_RUNS, Run, RunMiss
+from graphstash_schema.run import MAX_LISTED_RUNS, Run, RunMiss, RunQuery
 
 __all__ = ["report"]
 
@@ -207,9 +207,8 @@ def _runs_of(server: ServerClient, since: datetime, until: datetime) -> Iterator
     """
     place: str | None = ""
     while place is not None:
-        page = server.runs(
-            limit=MAX_LISTED_RUNS, since=since.isoformat(), until=until.isoformat(), after=place
-        )
+        query = RunQuery(limit=MAX_LISTED_RUNS, since=since, until=until, after=place)
+        page = server.runs(query)
         yield from (run for run in page.runs if since <= run.started_at < until)
         place = None if page.next == place else page.next
 

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from graphstash_schema.history import History
     from graphstash_schema.lease import HeldLeases
     from graphstash_schema.listing import ArtifactList, ArtifactQuery, ListedArtifact
-    from graphstash_schema.run import Run, RunList, RunName, RunReport, RunTimes
+    from graphstash_schema.run import Run, RunList, RunName, RunQuery, RunReport, RunTimes
     from graphstash_schema.withdrawals import WithdrawalList, WithdrawalQuery
 
 __all__ = ["ServerClient"]
@@ -398,14 +398,12 @@ class ServerClient:
         """Return the server's statistics."""
         return _parsed(schema.ServerStats, self._transport.call("GET", f"{API_PREFIX}/stats"))
 
-    def runs(
-        self, job: schema.ManifestName | None = None, *, limit: int = 20, **filters: str
-    ) -> RunList:
-        """Return the latest runs, without misses. See `GET /v1/{namespace}/runs` for `filters`."""
+    def runs(self, query: RunQuery) -> RunList:
+        """Return the latest runs, without misses."""
         from graphstash_schema.run import RunList
 
-        query = {"limit": limit, **({} if job is None else {"job": job}), **filters}
-        return self._read(f"{API_PREFIX}/{self.config.namespace}/runs", query, RunList)
+        parameters = query.model_dump(mode="json", exclude_defaults=True)
+        return self._read(f"{API_PREFIX}/{self.config.namespace}/runs", parameters, RunList)
 
     def run(self, name: RunName) -> Run:
         """Return one run with its misses. An unknown run is a `CacheError`."""

@@ -3,17 +3,15 @@
 from typing import Final
 
 from fastapi import Request, Response
-from pydantic import AwareDatetime, Field
 
-from graphstash_schema import ErrorCode, ManifestName, Namespace, Scope
-from graphstash_schema.model import WireModel
+from graphstash_schema import ErrorCode, Namespace, Scope
 from graphstash_schema.protocol import API_PREFIX
 from graphstash_schema.run import (
-    MAX_LISTED_RUNS,
     MAX_RUN_BYTES,
     Run,
     RunList,
     RunName,
+    RunQuery,
     RunReport,
     RunTimes,
 )
@@ -26,20 +24,6 @@ __all__ = ["router"]
 router = Calls(prefix=API_PREFIX, tags=["runs"])
 
 _PATH: Final = "/{namespace}/runs"
-
-
-class _RunsQuery(WireModel):
-    job: ManifestName | None = Field(default=None, description="only runs of it")
-    limit: int = Field(default=20, ge=1, le=MAX_LISTED_RUNS, description="most runs")
-    since: AwareDatetime | None = Field(
-        default=None, description="only runs that started at this time or later"
-    )
-    until: AwareDatetime | None = Field(
-        default=None, description="only runs that started before this time"
-    )
-    after: str = Field(
-        default="", max_length=256, description="`next` of the page before; empty for the first"
-    )
 
 
 def _hidden(request: Request) -> ServerError:
@@ -74,14 +58,14 @@ async def put_report(call: NamespaceCall) -> Response:
     "GET",
     _PATH,
     needs=in_namespace(Scope.READ),
-    query=parameters_of(_RunsQuery),
+    query=parameters_of(RunQuery),
     answers={200: {"model": RunList}},
     refuses=[ErrorCode.INVALID_REQUEST, ErrorCode.INVALID_NAME],
 )
 async def list_runs(call: NamespaceCall) -> Response:
     """Return the runs that reported last, without their misses."""
-    query = read_query(call, _RunsQuery)
-    return json_answer(await call.context.runs.list_latest(call.namespace, **dict(query)))
+    query = read_query(call, RunQuery)
+    return json_answer(await call.context.runs.list_latest(call.namespace, query))
 
 
 @router.call(

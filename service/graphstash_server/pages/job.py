@@ -7,7 +7,7 @@ from statistics import median
 from typing import Any, Final
 
 from graphstash_schema import ErrorCode, ManifestName, Scope
-from graphstash_schema.run import Run, RunName
+from graphstash_schema.run import Run, RunName, RunQuery
 from graphstash_server.errors import ServerError
 from graphstash_server.pages import charts
 from graphstash_server.pages.visitor import Visitor
@@ -34,7 +34,8 @@ async def job_of(visitor: Visitor) -> dict[str, Any]:
     """Return the content of a job's page."""
     where = await visitor.enter(visitor.request.path_params["namespace"])
     job = ManifestName(visitor.request.path_params["name"])
-    runs = (await visitor.context.runs.list_latest(where, job=job, limit=_MAX_RUNS)).runs
+    query = RunQuery(job=job, limit=_MAX_RUNS)
+    runs = (await visitor.context.runs.list_latest(where, query)).runs
     entries = await visitor.context.manifests.get(where, job)
     if not runs and not entries:
         raise ServerError(

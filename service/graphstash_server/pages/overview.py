@@ -10,7 +10,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 
 from graphstash_schema import ErrorCode, Namespace, NamespaceStats, Scope, Withheld
 from graphstash_schema.history import Grouping, HistoryPoint, Step
-from graphstash_schema.run import Run, RunMiss
+from graphstash_schema.run import Run, RunMiss, RunQuery
 from graphstash_server.errors import ServerError
 from graphstash_server.pages import charts, words
 from graphstash_server.pages.visitor import Visitor
@@ -253,7 +253,7 @@ async def _runs(visitor: Visitor, listed: Sequence[Namespace]) -> dict[str, Any]
     context = visitor.context
     found = await asyncio.gather(
         *(
-            context.runs.list_latest(where, limit=_RUNS_READ)
+            context.runs.list_latest(where, RunQuery(limit=_RUNS_READ))
             for where in listed[:_NAMESPACES_WITH_RUNS]
         )
     )

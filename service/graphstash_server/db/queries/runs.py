@@ -7,13 +7,13 @@ from typing import NamedTuple
 from sqlalchemy import ColumnElement, and_, delete, func, literal, or_, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from graphstash_schema.run import RunQuery
 from graphstash_server.db.queries.shared import upsert
 from graphstash_server.db.tables import runs
 
 __all__ = [
     "HeldRun",
     "ReportRow",
-    "RunRequest",
     "count_processes",
     "delete_old_runs",
     "delete_runs",
@@ -45,18 +45,6 @@ class ReportRow(NamedTuple):
     last_program_seconds: float | None
     counts: str
     misses: str
-
-
-class RunRequest(NamedTuple):
-    """Which runs to list: of a job, started in `[since, until)`, and after a run of the page before
-    (time of its last report, and its name). None does not restrict.
-    """
-
-    limit: int
-    job: str | None = None
-    since: datetime | None = None
-    until: datetime | None = None
-    after: tuple[datetime, str] | None = None
 
 
 class HeldRun(NamedTuple):
@@ -133,25 +121,32 @@ async def delete_old_runs(connection: AsyncConnection, *, before: datetime, limi
 
 
 async def list_latest(
-    connection: AsyncConnection, namespace: str, request: RunRequest
+    connection: AsyncConnection,
+    namespace: str,
+    query: RunQuery,
+    *,
+    after: tuple[datetime, str] | None = None,
 ) -> list[tuple[str, int, int, datetime]]:
-    """Return runs, latest report first: name, processes, bytes, and time of the latest report."""
+    """Return runs, latest report first: name, processes, bytes, and time of the latest report.
+
+    `after` is the last run of the page before: time of its latest report, and its name.
+    """
     last = func.max(runs.c.reported_at)
     statement = (
         select(runs.c.run, func.count(), func.sum(runs.c.size_bytes), last)
         .where(runs.c.namespace == namespace)
         .group_by(runs.c.run)
         .order_by(last.desc(), runs.c.run)
-        .limit(request.limit)
+        .limit(query.limit)
     )
-    if request.job is not None:
-        statement = statement.where(runs.c.job == request.job)
-    if request.since is not None:
-        statement = statement.having(func.min(runs.c.started_at) >= request.since)
-    if request.until is not None:
-        statement = statement.having(func.min(runs.c.started_at) < request.until)
-    if request.after is not None:
-        at, name = request.after
+    if query.job is not None:
+        statement = statement.where(runs.c.job == query.job)
+    if query.since is not None:
+        statement = statement.having(func.min(runs.c.started_at) >= query.since)
+    if query.until is not None:
+        statement = statement.having(func.min(runs.c.started_at) < query.until)
+    if after is not None:
+        at, name = after
         statement = statement.having(or_(last < at, and_(last == at, runs.c.run > name)))
     rows = await connection.execute(statement)
     return [(name, int(count), int(size_bytes), at) for name, count, size_bytes, at in rows]

@@ -21,7 +21,6 @@ from pydantic_core import from_json
 
 from graphstash_schema import ErrorCode, ManifestName, Namespace
 from graphstash_schema.run import (
-    MAX_LISTED_RUNS,
     MAX_RUN_AHEAD,
     MAX_RUN_COUNTS,
     MAX_RUN_MISSES,
@@ -32,6 +31,7 @@ from graphstash_schema.run import (
     RunList,
     RunMiss,
     RunName,
+    RunQuery,
     RunReport,
     RunTimes,
 )
@@ -42,7 +42,6 @@ from graphstash_server.db.queries.locks import lock_name
 from graphstash_server.db.queries.runs import (
     HeldRun,
     ReportRow,
-    RunRequest,
     count_processes,
     delete_old_runs,
     delete_runs,
@@ -176,26 +175,16 @@ class RunService:
                 held = await list_runs(connection, namespace=namespace)
                 await delete_runs(connection, self._surplus(held))
 
-    async def list_latest(
-        self,
-        namespace: Namespace,
-        *,
-        job: ManifestName | None = None,
-        limit: int = 20,
-        since: datetime | None = None,
-        until: datetime | None = None,
-        after: str = "",
-    ) -> RunList:
-        """Return at most `limit` runs that started in `[since, until)`, latest report first.
+    async def list_latest(self, namespace: Namespace, query: RunQuery) -> RunList:
+        """Return a page of runs, latest report first.
 
         Raises:
             ServerError: 400 if `after` does not have the form of a page's `next`.
         """
-        place = _parse(after) if after else None
-        chosen = RunRequest(min(limit, MAX_LISTED_RUNS), job, since, until, place)
+        after = _parse(query.after) if query.after else None
         async with self._summing:  # only one call at a time holds reports in memory
             async with self.database.reading() as connection:
-                latest = await list_latest(connection, namespace, chosen)
+                latest = await list_latest(connection, namespace, query, after=after)
                 names: list[str] = []
                 processes = size_bytes = 0
                 for name, count, size, _ in latest:
@@ -213,7 +202,7 @@ class RunService:
             runs = await asyncio.to_thread(
                 lambda: tuple(_sum(of_run[name]) for name in names if of_run[name])
             )
-        has_more = len(names) == chosen.limit or len(names) < len(latest)
+        has_more = len(names) == query.limit or len(names) < len(latest)
         end = latest[len(names) - 1] if has_more and names else None
         return RunList(runs=runs, next=f"{end[3].isoformat()}/{end[0]}" if end else None)
 
