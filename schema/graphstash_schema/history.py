@@ -1,6 +1,7 @@
 """History: a server's activity per hour or day, from `GET /v1/stats/history`."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
 from typing import Final
@@ -18,6 +19,7 @@ __all__ = [
     "Grouping",
     "History",
     "HistoryPoint",
+    "HistorySums",
     "Step",
 ]
 
@@ -73,6 +75,36 @@ class HistoryPoint(WireModel):
     saved_compile_seconds: float = Field(
         default=0.0, ge=0, description="compilers' time that hits avoided, summed"
     )
+
+
+@dataclass
+class HistorySums:
+    """The sums of a group's points."""
+
+    group: str = ""
+    hits: int = 0
+    misses: int = 0
+    served_bytes: int = 0
+    puts: int = 0
+    saved_compile_seconds: float = 0.0
+
+    def add(self, point: HistoryPoint) -> None:
+        """Add a point."""
+        self.hits += point.hits
+        self.misses += point.misses
+        self.served_bytes += point.served_bytes
+        self.puts += point.puts
+        self.saved_compile_seconds += point.saved_compile_seconds
+
+    @property
+    def lookups(self) -> int:
+        """Number of hits and misses."""
+        return self.hits + self.misses
+
+    @property
+    def hit_rate(self) -> float | None:
+        """Hit rate from 0 to 1, or None without look-ups."""
+        return self.hits / self.lookups if self.lookups else None
 
 
 class History(WireModel):

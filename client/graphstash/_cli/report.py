@@ -23,7 +23,7 @@ from graphstash._http.client import ServerClient
 from graphstash.config import ClientConfig
 from graphstash_schema import Namespace
 from graphstash_schema.exit_status import ExitStatus
-from graphstash_schema.history import OTHERS, Grouping, HistoryPoint, Step
+from graphstash_schema.history import OTHERS, Grouping, HistoryPoint, HistorySums, Step
 from graphstash_schema.run import MAX_LISTED_RUNS, Run, RunMiss, RunQuery
 
 __all__ = ["report"]
@@ -38,32 +38,6 @@ _TITLES: Final = {
 _MAX_RUNS_READ: Final = 50
 """Maximum number of runs whose misses are read: those with the longest compile time."""
 _SHOWN_MISSES: Final = 10
-
-
-@dataclass
-class Sums:
-    """Counts of one group in the month."""
-
-    group: str = ""
-    hits: int = 0
-    misses: int = 0
-    served_bytes: int = 0
-    puts: int = 0
-    saved_compile_seconds: float = 0.0
-
-    def add(self, point: HistoryPoint) -> None:
-        """Add one point of the history."""
-        self.hits += point.hits
-        self.misses += point.misses
-        self.served_bytes += point.served_bytes
-        self.puts += point.puts
-        self.saved_compile_seconds += point.saved_compile_seconds
-
-    @property
-    def hit_rate(self) -> float | None:
-        """Hit rate from 0 to 1, or None without look-ups."""
-        lookups = self.hits + self.misses
-        return self.hits / lookups if lookups else None
 
 
 @dataclass
@@ -94,8 +68,8 @@ class MonthReport:
 
     month: str
     namespace: str | None
-    total: Sums
-    by: dict[str, list[Sums]]
+    total: HistorySums
+    by: dict[str, list[HistorySums]]
     misses: list[MissSums] = field(default_factory=list)
     runs: int = 0
     runs_read: int = 0
@@ -151,24 +125,22 @@ def _read(
     query = {"since": since.isoformat(), "until": until.isoformat(), "step": Step.DAY.value}
     if namespace is not None:
         query["namespace"] = namespace
-    groups: dict[str, list[Sums]] = {}
+    groups: dict[str, list[HistorySums]] = {}
     for by in _GROUPINGS:
         if namespace is None or by is not Grouping.NAMESPACE:
             groups[by.value] = _sums(server.history(**query, by=by.value).points)
-    (total,) = _sums(server.history(**query, by=Grouping.NONE.value).points) or [Sums()]
+    (total,) = _sums(server.history(**query, by=Grouping.NONE.value).points) or [HistorySums()]
     content = MonthReport(f"{since:%Y-%m}", namespace, total, groups)
-    names = [
-        each.group for each in groups.get(Grouping.NAMESPACE.value, ()) if each.hits or each.misses
-    ]
+    names = [each.group for each in groups.get(Grouping.NAMESPACE.value, ()) if each.lookups]
     chosen = [namespace] if namespace is not None else [each for each in names if each != OTHERS]
     _add_runs(server.config, content, [Namespace(each) for each in chosen], since, until)
     return content
 
 
-def _sums(points: Iterable[HistoryPoint]) -> list[Sums]:
-    groups: dict[str, Sums] = {}
+def _sums(points: Iterable[HistoryPoint]) -> list[HistorySums]:
+    groups: dict[str, HistorySums] = {}
     for point in points:
-        groups.setdefault(point.group, Sums(point.group)).add(point)
+        groups.setdefault(point.group, HistorySums(point.group)).add(point)
     return sorted(groups.values(), key=lambda each: (-each.saved_compile_seconds, each.group))
 
 
@@ -233,7 +205,7 @@ def _markdown(content: MonthReport, since: datetime) -> str:
         return "\n".join(lines)
     lines.append(
         f"**{format_seconds(total.saved_compile_seconds)} of compile time was not spent.** "
-        f"{total.hits:,} of {total.hits + total.misses:,} look-ups were hits "
+        f"{total.hits:,} of {total.lookups:,} look-ups were hits "
         f"({total.hit_rate:.0%}); {format_bytes(total.served_bytes)} were served, and "
         f"{total.puts:,} artifacts were stored.\n\n"
         "This is the time of compilers, summed over all hosts: the computing that was not done, "
@@ -250,8 +222,8 @@ def _markdown(content: MonthReport, since: datetime) -> str:
     return "\n".join(lines + _misses(content))
 
 
-def _groups(title: str, groups: Sequence[Sums]) -> list[str]:
-    if not any(each.hits or each.misses for each in groups):
+def _groups(title: str, groups: Sequence[HistorySums]) -> list[str]:
+    if not any(each.lookups for each in groups):
         return []
     rows = [
         (

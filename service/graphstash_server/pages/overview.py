@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
 from graphstash_schema import ErrorCode, Namespace, NamespaceStats, Scope, Withheld
-from graphstash_schema.history import Grouping, HistoryPoint, Step
+from graphstash_schema.history import Grouping, HistoryPoint, HistorySums, Step
 from graphstash_schema.run import Run, RunMiss, RunQuery
 from graphstash_server.errors import ServerError
 from graphstash_server.pages import charts, words
@@ -40,29 +40,6 @@ _HEALTH_SECONDS: Final = 0.1
 even if a probe hangs."""
 
 C = TypeVar("C", bound=StrEnum)
-
-
-@dataclass(slots=True)
-class Activity:
-    """Activity in a period, of all look-ups or of one group."""
-
-    name: str
-    hits: int = 0
-    misses: int = 0
-    served_bytes: int = 0
-    saved_seconds: float = 0.0
-
-    @property
-    def requests(self) -> int:
-        """Number of hits and misses."""
-        return self.hits + self.misses
-
-    def add(self, point: HistoryPoint) -> None:
-        """Add the numbers of a point of the history."""
-        self.hits += point.hits
-        self.misses += point.misses
-        self.served_bytes += point.served_bytes
-        self.saved_seconds += point.saved_compile_seconds
 
 
 class NamedRun(NamedTuple):
@@ -154,8 +131,8 @@ async def _saved(
     history = await visitor.context.history.read(
         since=since, until=now, step=Step.DAY, namespaces=names
     )
-    of_day = {day: Activity(f"{day:%-d %b}") for day in days}
-    of_today, of_month = Activity("today"), Activity("this month")
+    of_day = {day: HistorySums(f"{day:%-d %b}") for day in days}
+    of_today, of_month = HistorySums("today"), HistorySums("this month")
     for point in history.points:
         if point.at in of_day:
             of_day[point.at].add(point)
@@ -163,20 +140,20 @@ async def _saved(
             of_today.add(point)
         if point.at >= today.replace(day=1):
             of_month.add(point)
-    ever = Activity(
+    ever = HistorySums(
         "ever",
         hits=sum(each.hits for each in stats),
         misses=sum(each.misses for each in stats),
         served_bytes=sum(each.served_bytes for each in stats),
-        saved_seconds=sum(each.saved_seconds for each in stats),
+        saved_compile_seconds=sum(each.saved_seconds for each in stats),
     )
     shown = list(of_day.values())
-    seconds = [each.saved_seconds for each in shown]
+    seconds = [each.saved_compile_seconds for each in shown]
     unit, written = _unit(max(seconds))
     chart = partial(
         charts.bars,
         f"Compile time saved on each of the last {_DAYS} days",
-        [each.name for each in shown],
+        [each.group for each in shown],
         [each / unit for each in seconds],
         written=written,
     )
@@ -207,17 +184,17 @@ async def _rates(
     history = await visitor.context.history.read(
         since=since, until=visitor.now, step=step, by=by, namespaces=names
     )
-    groups: dict[str, Activity] = {}
+    groups: dict[str, HistorySums] = {}
     points: dict[tuple[str, datetime], HistoryPoint] = {}
     for point in history.points:
-        groups.setdefault(point.group, Activity(point.group)).add(point)
+        groups.setdefault(point.group, HistorySums(point.group)).add(point)
         points[point.group, point.at] = point
-    ranked = sorted(groups.values(), key=lambda each: -each.requests)
+    ranked = sorted(groups.values(), key=lambda each: -each.lookups)
     one = timedelta(days=1) if step is Step.DAY else timedelta(hours=1)
     times = [since + number * one for number in range(_PERIODS[step] // one + 1)]
     form = "%-d %b" if step is Step.DAY else "%H:%M"
     series = {
-        each.name: [_rate(points.get((each.name, at))) for at in times]
+        each.group: [_rate(points.get((each.group, at))) for at in times]
         for each in ranked[:_MAX_LINES]
     }
     chart = partial(
@@ -229,7 +206,7 @@ async def _rates(
     return {
         "groups": ranked,
         "max_lines": _MAX_LINES,
-        "rate_chart": chart if any(each.requests for each in ranked) else None,
+        "rate_chart": chart if any(each.lookups for each in ranked) else None,
         "times": [(at, [values[n] for values in series.values()]) for n, at in enumerate(times)],
         "lines": list(series),
         "by_word": _word(by),
