@@ -15,7 +15,7 @@ from obstore.exceptions import BaseError
 from obstore.store import AzureStore
 
 from graphstash_schema import Digest
-from graphstash_server.errors import ShortBlobError, StartError
+from graphstash_server.errors import ShortBlobError
 from graphstash_server.settings import Settings
 from graphstash_server.storage.base import CHUNK_BYTES
 from graphstash_server.storage.bucket import Bucket, Failure, Found, Listed, Sending, one_line
@@ -85,11 +85,7 @@ class AzureBucket(Bucket):
             self._once = _connect(name, max_retries=0)
             self._require_container()
         except (*self.failures, ValueError) as error:
-            failure = self.failure(error)
-            raise StartError(
-                f"GRAPHSTASH_AZURE_CONTAINER={name} cannot be used "
-                f"({failure.cause}): {failure.remedy}"
-            ) from error
+            raise self.unusable("GRAPHSTASH_AZURE_CONTAINER", error) from error
 
     def get(self, key: str, *, start: int = 0, stop: int | None = None) -> Found | None:
         """See `Bucket.get`."""

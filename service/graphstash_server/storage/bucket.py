@@ -13,6 +13,7 @@ from datetime import datetime
 from typing import BinaryIO, Final, NamedTuple, Protocol
 
 from graphstash_schema import Digest
+from graphstash_server.errors import StartError
 from graphstash_server.storage.upload import Spool
 
 __all__ = [
@@ -136,6 +137,13 @@ class Bucket(ABC):
     name: str
     place: str
     failures: tuple[type[Exception], ...]
+
+    def unusable(self, setting: str, error: Exception) -> StartError:
+        """Return the error of a start with a bucket that cannot be used."""
+        cause, remedy, _ = self.failure(error)
+        return StartError(
+            f"{setting}={self.name} cannot be used at {self.place} ({cause}): {remedy}"
+        )
 
     @abstractmethod
     def get(self, key: str, *, start: int = 0, stop: int | None = None) -> Found | None:

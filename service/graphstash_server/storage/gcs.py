@@ -23,7 +23,7 @@ from urllib3.exceptions import HTTPError
 from urllib3.util import Retry
 
 from graphstash_schema import Digest, ErrorCode
-from graphstash_server.errors import ServerError, ShortBlobError, StartError
+from graphstash_server.errors import ServerError, ShortBlobError
 from graphstash_server.settings import Settings
 from graphstash_server.storage.bucket import (
     THREADS,
@@ -91,11 +91,7 @@ class GcsBucket(Bucket):
             self._bucket = self._client.bucket(name)
             self._require_bucket()
         except (*self.failures, ValueError) as error:
-            failure = self.failure(error)
-            raise StartError(
-                f"GRAPHSTASH_GCS_BUCKET={name} cannot be used at {self.place} "
-                f"({failure.cause}): {failure.remedy}"
-            ) from error
+            raise self.unusable("GRAPHSTASH_GCS_BUCKET", error) from error
 
     def get(self, key: str, *, start: int = 0, stop: int | None = None) -> Found | None:
         """See `Bucket.get`."""

@@ -21,7 +21,7 @@ from s3transfer.manager import TransferConfig, TransferManager
 from urllib3.exceptions import HTTPError
 
 from graphstash_schema import Digest, ErrorCode
-from graphstash_server.errors import ServerError, ShortBlobError, StartError
+from graphstash_server.errors import ServerError, ShortBlobError
 from graphstash_server.settings import Settings
 from graphstash_server.storage.bucket import (
     THREADS,
@@ -97,11 +97,7 @@ class S3Bucket(Bucket):
             self._client = _connect(settings)
             self._client.head_bucket(Bucket=self.name)
         except (*self.failures, ValueError) as error:
-            failure = self.failure(error)
-            raise StartError(
-                f"GRAPHSTASH_S3_BUCKET={self.name} cannot be used at {self.place} "
-                f"({failure.cause}): {failure.remedy}"
-            ) from error
+            raise self.unusable("GRAPHSTASH_S3_BUCKET", error) from error
         self._transfers = TransferManager(
             self._client,
             TransferConfig(
