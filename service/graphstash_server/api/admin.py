@@ -5,7 +5,7 @@ from typing import Any, Final
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
-from graphstash_schema import ErrorCode, Namespace, ServerStats
+from graphstash_schema import ErrorCode, ServerStats
 from graphstash_schema.protocol import API_PREFIX
 from graphstash_server import __version__
 from graphstash_server.api.calls import ANONYMOUS_RIGHT, KNOWN, NO_STORE, Call, Calls, json_answer
@@ -58,11 +58,7 @@ async def get_stats(call: Call) -> Response:
     """Return what was stored, served and saved in each namespace that the caller may read. The
     server's totals are 0 for a caller without a grant on the pattern `*`.
     """
-
-    async def may_read(where: Namespace) -> bool:
-        return call.principal.may_read(where, await call.context.policies.of(where))
-
-    stats = await call.context.statistics.read(may_read=may_read)
+    stats = await call.context.statistics.read(may_read=call.may_read)
     limit = {"store_limit_bytes": call.context.settings.store_limit_bytes}
     totals = limit if call.principal.may_see_totals else _NO_TOTALS
     return json_answer(stats.model_copy(update=totals))

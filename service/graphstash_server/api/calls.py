@@ -108,6 +108,10 @@ class Call:
         """The caller, for the audit log."""
         return actor_of(self.request, self.principal)
 
+    async def may_read(self, namespace: Namespace) -> bool:
+        """Return whether the caller may read a namespace."""
+        return self.principal.may_read(namespace, await self.context.policies.of(namespace))
+
     async def reauthorize(self) -> None:
         """Check again that the caller may make the call, without counting against the rate.
 

@@ -94,8 +94,7 @@ async def _readable(call: NamespaceCall) -> tuple[list[Namespace], bool]:
     readable = [call.namespace]
     for name in await call.context.policies.namespaces():
         where = Namespace(name)
-        policy = await call.context.policies.of(where)
-        if where != call.namespace and call.principal.may_read(where, policy):
+        if where != call.namespace and await call.may_read(where):
             if len(readable) == MAX_NAMESPACES:
                 return readable, True
             readable.append(where)

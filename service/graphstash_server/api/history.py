@@ -63,8 +63,4 @@ async def _readable(call: Call, namespace: Namespace | None) -> list[str] | None
     if call.principal.may_see_totals:
         return None if namespace is None else [namespace]
     names = await call.context.policies.namespaces() if namespace is None else [namespace]
-    return [
-        name
-        for name in names
-        if call.principal.may_read(Namespace(name), await call.context.policies.of(Namespace(name)))
-    ]
+    return [name for name in names if await call.may_read(Namespace(name))]

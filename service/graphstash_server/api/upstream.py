@@ -2,7 +2,6 @@
 
 from fastapi import Response
 
-from graphstash_schema import Namespace
 from graphstash_schema.protocol import ADMIN_PREFIX
 from graphstash_schema.region import UpstreamState
 from graphstash_server.api.calls import KNOWN, Call, Calls, json_answer
@@ -17,8 +16,4 @@ async def get_state(call: Call) -> Response:
     """Return the server's identifier, and the withdrawals and policies of the namespaces that the
     caller may read. Regions ask for it every few seconds.
     """
-
-    async def may_read(where: Namespace) -> bool:
-        return call.principal.may_read(where, await call.context.policies.of(where))
-
-    return json_answer(await call.context.ownership.read(may_read=may_read))
+    return json_answer(await call.context.ownership.read(may_read=call.may_read))
