@@ -2,9 +2,9 @@
 
 from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast
+from pydantic import BaseModel, ConfigDict, FailFast, ValidationError
 
-__all__ = ["Items", "RequestModel", "WireModel"]
+__all__ = ["Items", "RequestModel", "WireModel", "first_error"]
 
 _Item = TypeVar("_Item")
 
@@ -24,3 +24,9 @@ class RequestModel(BaseModel):
     """Rejects unknown fields, so that a caller notices an unsupported one."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def first_error(error: ValidationError, *, whole: str) -> str:
+    """Return the first error in one line: its field, or `whole` if it has none, and its cause."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    return f"{'.'.join(map(str, first['loc'])) or whole}: {first['msg']}"

@@ -28,6 +28,7 @@ from graphstash.config import ClientConfig
 from graphstash.errors import ConfigError
 from graphstash_schema import NamespacePattern, SigningKeyId
 from graphstash_schema.exit_status import ExitStatus
+from graphstash_schema.model import first_error
 
 __all__ = ["keys"]
 
@@ -219,6 +220,4 @@ def _reported_errors() -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        what = ".".join(map(str, first["loc"]))
-        fail(f"{what}: {first['msg']}", status=ExitStatus.USAGE)
+        fail(first_error(error, whole="the key"), status=ExitStatus.USAGE)

@@ -489,11 +489,10 @@ def _refused(answer: Answer, config: ClientConfig) -> RefusedError:
 def _parsed(model: type[_Model], answer: Answer) -> _Model:
     from pydantic import ValidationError
 
+    from graphstash_schema.model import first_error
+
     try:
         return model.model_validate_json(answer.body)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"])) or "the answer"
-        raise TransportError(
-            Reason.PROTOCOL, f"not a {model.__name__}: {where}: {first['msg']}"
-        ) from None
+        what = f"not a {model.__name__}: {first_error(error, whole='the answer')}"
+        raise TransportError(Reason.PROTOCOL, what) from None

@@ -31,6 +31,7 @@ from graphstash._trust.file_stamp import file_stamp
 from graphstash._trust.signing_keys import is_safe
 from graphstash.errors import ConfigError, LocalTierError
 from graphstash_schema import Namespace, NamespacePattern, SigningKeyId, key_id_of
+from graphstash_schema.model import first_error
 
 __all__ = ["MAX_KEYS", "RevokedKey", "TrustStore", "TrustedKey", "TrustedKeys"]
 
@@ -116,10 +117,9 @@ class TrustedKeys(_Record):
         try:
             return cls.model_validate_json(raw)
         except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(map(str, first["loc"])) or "the file"
+            what = first_error(error, whole="the file")
             raise ConfigError(
-                f"trusted keys {path}: {where}: {first['msg']}; see `graphstash keys --help`"
+                f"trusted keys {path}: {what}; see `graphstash keys --help`"
             ) from None
 
     def write(self, path: Path) -> None:
