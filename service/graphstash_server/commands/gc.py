@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from graphstash_server.actor import Actor
 from graphstash_server.commands.running import (
     JsonLines,
     OrphanAge,
@@ -65,7 +66,6 @@ def gc(
     async def work(context: "ProcessContext") -> None:
         from rich.console import Console
 
-        from graphstash_server.actor import Actor
         from graphstash_server.services.maintenance.garbage import GarbageOptions, collect_garbage
 
         if dry_run:

@@ -1,12 +1,11 @@
 """`graphstash migrate`: upgrades the database as a separate step."""
 
 import asyncio
-import json
 from typing import Annotated
 
 import typer
 
-from graphstash_server.commands.running import Json, fail, load
+from graphstash_server.commands.running import Json, fail, load, print_result
 
 __all__ = ["migrate"]
 
@@ -38,13 +37,10 @@ def migrate(
             after = asyncio.run(find_revision(settings.database_url))
     except (StartError, OSError) as error:
         fail(str(error))
-    _print_result(after if check else before, after, as_json=as_json)
-
-
-def _print_result(before: str | None, after: str | None, *, as_json: bool) -> None:
-    if as_json:
-        typer.echo(json.dumps({"before": before, "revision": after}, indent=2))
-    elif before == after:
-        typer.echo(f"the database is at revision {after}: nothing to do")
-    else:
-        typer.echo(f"the database was at revision {before or 'none'} and is at {after}")
+    before = after if check else before
+    text = (
+        f"the database is at revision {after}: nothing to do"
+        if before == after
+        else f"the database was at revision {before or 'none'} and is at {after}"
+    )
+    print_result(text, {"before": before, "revision": after}, as_json=as_json)

@@ -13,12 +13,14 @@ from graphstash_schema import (
     NamespacePolicy,
     WriteMode,
 )
+from graphstash_server.actor import Actor
 from graphstash_server.commands.running import (
     Json,
     fail,
     format_bytes,
     parse,
     plural,
+    print_result,
     run_with_services,
 )
 
@@ -122,8 +124,6 @@ def set_(
         fail("nothing to change: give at least one option, see --help", status=2)
 
     async def work(context: "ProcessContext") -> None:
-        from graphstash_server.actor import Actor
-
         await context.ownership.require_in_database()
         try:
             info = await context.policies.change(where, changes, Actor.local())
@@ -141,15 +141,11 @@ def remove(name: _Name, *, as_json: Json = False) -> None:
     where = parse(Namespace, name)
 
     async def work(context: "ProcessContext") -> None:
-        from graphstash_server.actor import Actor
-
         await context.ownership.require_in_database()
         if not await context.policies.remove(where, Actor.local()):
             fail(f"the namespace {where} has no policy of its own")
-        if as_json:
-            typer.echo(json.dumps({"namespace": where, "removed": True}, indent=2))
-        else:
-            typer.echo(f"{where}: the defaults apply")
+        record = {"namespace": where, "removed": True}
+        print_result(f"{where}: the defaults apply", record, as_json=as_json)
 
     run_with_services(work)
 
@@ -167,14 +163,10 @@ def clear(
         fail(f"this deletes every artifact of {where}: repeat the command with --yes", status=2)
 
     async def work(context: "ProcessContext") -> None:
-        from graphstash_server.actor import Actor
-
         await context.ownership.require_in_database()
         deleted = await context.artifacts.delete_all(where, actor=Actor.local())
-        if as_json:
-            typer.echo(json.dumps({"namespace": where, "deleted": deleted}, indent=2))
-        else:
-            typer.echo(f"{where}: {plural(deleted, 'artifact')} deleted")
+        text = f"{where}: {plural(deleted, 'artifact')} deleted"
+        print_result(text, {"namespace": where, "deleted": deleted}, as_json=as_json)
 
     run_with_services(work)
 

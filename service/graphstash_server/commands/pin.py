@@ -1,6 +1,5 @@
 """`graphstash pin` and `graphstash unpin`: protect a job's artifacts from eviction."""
 
-import json
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,6 +13,7 @@ from graphstash_server.commands.running import (
     parse,
     parse_age,
     plural,
+    print_result,
     run_with_services,
 )
 
@@ -61,7 +61,7 @@ def pin(
                 f"`graphstash run --job {job}` first"
             )
         what = "pinned until unpinned" if for_ is None else f"pinned for {for_}"
-        _print_result(count, job, what, until=until, as_json=as_json)
+        _report(count, job, what, until=until, as_json=as_json)
 
     run_with_services(work)
 
@@ -75,16 +75,12 @@ def unpin(job: _Job, *, namespace: _Namespace = "default", as_json: Json = False
         )
         if not count:
             fail(f"the job {job} has no manifest in the namespace {namespace}: nothing to unpin")
-        _print_result(count, job, "no longer pinned", until=None, as_json=as_json)
+        _report(count, job, "no longer pinned", until=None, as_json=as_json)
 
     run_with_services(work)
 
 
-def _print_result(
-    count: int, job: str, what: str, *, until: datetime | None, as_json: bool
-) -> None:
-    if as_json:
-        pinned = until.isoformat() if until else None
-        typer.echo(json.dumps({"job": job, "artifacts": count, "pinned_until": pinned}, indent=2))
-        return
-    typer.echo(f"{plural(count, 'artifact')} of the job {job}: {what}")
+def _report(count: int, job: str, what: str, *, until: datetime | None, as_json: bool) -> None:
+    pinned = until.isoformat() if until else None
+    record = {"job": job, "artifacts": count, "pinned_until": pinned}
+    print_result(f"{plural(count, 'artifact')} of the job {job}: {what}", record, as_json=as_json)

@@ -1,17 +1,18 @@
 """`graphstash quarantine list|release|delete`: review artifacts that were reported as wrong."""
 
-import json
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from graphstash_schema import Namespace
+from graphstash_server.actor import Actor
 from graphstash_server.commands.running import (
     Json,
     NamespaceFilter,
     fail,
     format_bytes,
     parse,
+    print_result,
     run_with_services,
 )
 from graphstash_server.keys import StoredKey
@@ -79,13 +80,9 @@ def _decide(
     key = parse(StoredKey.parse_path, artifact)
 
     async def work(context: "ProcessContext") -> None:
-        from graphstash_server.actor import Actor
-
         if not await getattr(context.quarantine, method)(key, actor=Actor.local()):
             fail(f"{artifact} is not withheld: see `graphstash quarantine list`")
-        if as_json:
-            typer.echo(json.dumps({"artifact": artifact, "decision": method}, indent=2))
-        else:
-            typer.echo(f"{artifact} is {done}")
+        record = {"artifact": artifact, "decision": method}
+        print_result(f"{artifact} is {done}", record, as_json=as_json)
 
     run_with_services(work)

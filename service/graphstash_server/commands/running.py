@@ -1,6 +1,7 @@
 """Shared parts of the commands: start, output, errors and common options."""
 
 import asyncio
+import json
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -30,6 +31,7 @@ __all__ = [
     "parse",
     "parse_age",
     "plural",
+    "print_result",
     "print_table",
     "progress_bar",
     "reason_of",
@@ -166,6 +168,11 @@ def progress_bar(what: str, *, is_shown: bool = True) -> Iterator[Callable[[int,
         yield lambda done_bytes, total_bytes: bars.update(
             bar, total=total_bytes, advance=done_bytes
         )
+
+
+def print_result(text: str, record: object, *, as_json: bool) -> None:
+    """Print the result of a command: a text for people, or a record as JSON."""
+    typer.echo(json.dumps(record, indent=2) if as_json else text)
 
 
 def fail(message: str, *, status: int = 1) -> NoReturn:
