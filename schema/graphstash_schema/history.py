@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from enum import StrEnum
-from typing import Final
+from typing import Annotated, Final
 
 from pydantic import AwareDatetime, Field
 
 from graphstash_schema.model import Items, WireModel
+from graphstash_schema.names import Namespace
 from graphstash_schema.stats import Count
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "Grouping",
     "History",
     "HistoryPoint",
+    "HistoryQuery",
     "HistorySums",
     "Step",
 ]
@@ -55,6 +57,28 @@ class Grouping(StrEnum):
     KIND = "kind"
     DEVICE_TYPE = "device_type"
     JOB = "job"
+
+
+_Time = Annotated[
+    AwareDatetime,
+    Field(ge=datetime(2000, 1, 1, tzinfo=UTC), lt=datetime(9999, 1, 1, tzinfo=UTC)),
+]
+
+
+class HistoryQuery(WireModel):
+    """Which steps to return, and how to group them."""
+
+    since: _Time | None = Field(
+        default=None,
+        description="a time in the first step, such as 2026-01-31T00:00:00Z; default: a day (for "
+        "hours) or 30 days (for days) before `until`",
+    )
+    until: _Time | None = Field(
+        default=None, description="the last step begins before this time; default: now"
+    )
+    step: Step = Field(default=Step.HOUR, description="duration of one point")
+    by: Grouping = Field(default=Grouping.NONE, description="how to group points besides by time")
+    namespace: Namespace | None = Field(default=None, description="count only this namespace")
 
 
 class HistoryPoint(WireModel):

@@ -19,6 +19,7 @@ from graphstash_schema.history import (
     OTHERS,
     Grouping,
     HistoryPoint,
+    HistoryQuery,
     Step,
 )
 from graphstash_server.db.queries import history as queries
@@ -59,9 +60,9 @@ async def flush(server):
     await server.context.accounting.flush()
 
 
-async def points(server, **asked):
+async def points(server, namespaces=None, **asked):
     """Hits of every point that has some, by its time and group."""
-    found = await server.context.history.read(**asked)
+    found = await server.context.history.read(HistoryQuery(**asked), namespaces=namespaces)
     return {(each.at, each.group): each.hits for each in found.points if each.hits}
 
 

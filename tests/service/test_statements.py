@@ -18,7 +18,7 @@ from sqlalchemy.dialects import sqlite
 from sqlalchemy.engine import make_url
 
 from graphstash_schema import ErrorCode, LookupRequest, Namespace, NamespacePolicy
-from graphstash_schema.history import Step
+from graphstash_schema.history import HistoryQuery, Step
 from graphstash_server.api.bodies import _plain_keys
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.artifacts import find_artifact, find_stored
@@ -235,7 +235,7 @@ async def test_concurrent_flushes_of_two_servers_lose_and_repeat_no_count(opened
         found = [await find_artifact(one.context.database, key_of(0, name)) for name in names]
         assert {artifact.hits for artifact in found} == {40}
         opened.clock.turn(1)
-        points = (await one.context.history.read(step=Step.DAY)).points
+        points = (await one.context.history.read(HistoryQuery(step=Step.DAY))).points
         assert sum(point.hits for point in points) == 40 * len(names)
 
 

@@ -23,7 +23,14 @@ from graphstash._http.client import ServerClient
 from graphstash.config import ClientConfig
 from graphstash_schema import Namespace
 from graphstash_schema.exit_status import ExitStatus
-from graphstash_schema.history import OTHERS, Grouping, HistoryPoint, HistorySums, Step
+from graphstash_schema.history import (
+    OTHERS,
+    Grouping,
+    HistoryPoint,
+    HistoryQuery,
+    HistorySums,
+    Step,
+)
 from graphstash_schema.run import MAX_LISTED_RUNS, Run, RunMiss, RunQuery
 
 __all__ = ["report"]
@@ -122,14 +129,17 @@ def _month(text: str | None) -> tuple[datetime, datetime]:
 def _read(
     server: ServerClient, since: datetime, until: datetime, namespace: str | None
 ) -> MonthReport:
-    query = {"since": since.isoformat(), "until": until.isoformat(), "step": Step.DAY.value}
-    if namespace is not None:
-        query["namespace"] = namespace
+    where = None if namespace is None else Namespace(namespace)
+
+    def sums(by: Grouping) -> list[HistorySums]:
+        query = HistoryQuery(since=since, until=until, step=Step.DAY, by=by, namespace=where)
+        return _sums(server.history(query).points)
+
     groups: dict[str, list[HistorySums]] = {}
     for by in _GROUPINGS:
         if namespace is None or by is not Grouping.NAMESPACE:
-            groups[by.value] = _sums(server.history(**query, by=by.value).points)
-    (total,) = _sums(server.history(**query, by=Grouping.NONE.value).points) or [HistorySums()]
+            groups[by.value] = sums(by)
+    (total,) = sums(Grouping.NONE) or [HistorySums()]
     content = MonthReport(f"{since:%Y-%m}", namespace, total, groups)
     names = [each.group for each in groups.get(Grouping.NAMESPACE.value, ()) if each.lookups]
     chosen = [namespace] if namespace is not None else [each for each in names if each != OTHERS]

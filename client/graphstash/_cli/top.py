@@ -36,6 +36,7 @@ from graphstash._http.client import ServerClient
 from graphstash._process.run_name import COMMAND_VARIABLE, RUN_VARIABLE, is_run, started_at
 from graphstash.config import ClientConfig
 from graphstash.errors import CacheError
+from graphstash_schema.history import Grouping, HistoryQuery
 from graphstash_schema.lease import MAX_LISTED_LEASES, HeldLeases
 from graphstash_schema.stats import NamespaceStats
 
@@ -133,7 +134,8 @@ def _snapshot(config: ClientConfig, server: ServerClient) -> Snapshot:
         every = server.server_stats().namespaces
         own = next((each for each in every if each.namespace == config.namespace), None)
         hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
-        points = server.history(since=hour.isoformat(), by="job", namespace=config.namespace).points
+        query = HistoryQuery(since=hour, by=Grouping.JOB, namespace=config.namespace)
+        points = server.history(query).points
         jobs = [
             {
                 "job": each.group,

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from graphstash._http.transport import Answer, Transport
     from graphstash._tracing import Tracer
     from graphstash_schema.explanation import Description, ExplainResponse
-    from graphstash_schema.history import History
+    from graphstash_schema.history import History, HistoryQuery
     from graphstash_schema.lease import HeldLeases
     from graphstash_schema.listing import ArtifactList, ArtifactQuery, ListedArtifact
     from graphstash_schema.run import Run, RunList, RunName, RunQuery, RunReport, RunTimes
@@ -248,8 +248,7 @@ class ServerClient:
         """Return one page of the withdrawals in a namespace."""
         from graphstash_schema.withdrawals import WithdrawalList
 
-        fields = query.model_dump(mode="json")
-        return self._read(f"{API_PREFIX}/{namespace}/withdrawals", fields, WithdrawalList)
+        return self._read(f"{API_PREFIX}/{namespace}/withdrawals", WithdrawalList, query)
 
     def list_artifacts(
         self, query: ArtifactQuery, *, namespace: schema.Namespace | None = None
@@ -257,9 +256,8 @@ class ServerClient:
         """Return one page of the artifacts of a namespace, by default the configured one."""
         from graphstash_schema.listing import ArtifactList
 
-        fields = query.model_dump(mode="json", exclude_defaults=True)
         path = f"{API_PREFIX}/{namespace or self.config.namespace}/artifacts"
-        return self._read(path, fields, ArtifactList)
+        return self._read(path, ArtifactList, query)
 
     def every_artifact(
         self, query: ArtifactQuery, *, namespace: schema.Namespace | None = None
@@ -384,14 +382,9 @@ class ServerClient:
 
         Servers of earlier releases ignore `times`.
         """
-        from urllib.parse import urlencode
-
         path = f"{API_PREFIX}/{self.config.namespace}/runs/{run}/{process}"
-        query = urlencode(times.model_dump(exclude_none=True))
         self._transport.call(
-            "PUT",
-            f"{path}?{query}" if query else path,
-            json=report.model_dump_json().encode(),
+            "PUT", _with_query(path, times), json=report.model_dump_json().encode()
         )
 
     def server_stats(self) -> schema.ServerStats:
@@ -402,32 +395,29 @@ class ServerClient:
         """Return the latest runs, without misses."""
         from graphstash_schema.run import RunList
 
-        parameters = query.model_dump(mode="json", exclude_defaults=True)
-        return self._read(f"{API_PREFIX}/{self.config.namespace}/runs", parameters, RunList)
+        return self._read(f"{API_PREFIX}/{self.config.namespace}/runs", RunList, query)
 
     def run(self, name: RunName) -> Run:
         """Return one run with its misses. An unknown run is a `CacheError`."""
         from graphstash_schema.run import Run
 
-        return self._read(f"{API_PREFIX}/{self.config.namespace}/runs/{name}", {}, Run)
+        return self._read(f"{API_PREFIX}/{self.config.namespace}/runs/{name}", Run)
 
-    def history(self, **query: str) -> History:
-        """Return the server's history by hour or by day. See `GET /v1/stats/history`."""
+    def history(self, query: HistoryQuery) -> History:
+        """Return the server's history by hour or by day."""
         from graphstash_schema.history import History
 
-        return self._read(f"{API_PREFIX}/stats/history", query, History)
+        return self._read(f"{API_PREFIX}/stats/history", History, query)
 
     def held_leases(self) -> HeldLeases:
         """Return the running compilations of the namespace."""
         from graphstash_schema.lease import HeldLeases
 
-        return self._read(f"{API_PREFIX}/{self.config.namespace}/leases", {}, HeldLeases)
+        return self._read(f"{API_PREFIX}/{self.config.namespace}/leases", HeldLeases)
 
-    def _read(self, path: str, query: Mapping[str, object], model: type[_Model]) -> _Model:
+    def _read(self, path: str, model: type[_Model], query: BaseModel | None = None) -> _Model:
         """Make a GET whose 404 is an error, not a miss."""
-        from urllib.parse import urlencode
-
-        answer = self._transport.call("GET", f"{path}?{urlencode(query)}" if query else path)
+        answer = self._transport.call("GET", _with_query(path, query))
         if answer.status == 404:
             raise _refused(answer, self.config)
         return _parsed(model, answer)
@@ -484,6 +474,13 @@ def _refused(answer: Answer, config: ClientConfig) -> RefusedError:
     else:
         detail = problem.detail if problem else f"{config.url} answered 404"
     return RefusedError(detail, code=problem.code if problem else None, status=404)
+
+
+def _with_query(path: str, query: BaseModel | None) -> str:
+    from urllib.parse import urlencode
+
+    fields = query.model_dump(mode="json", exclude_defaults=True) if query is not None else {}
+    return f"{path}?{urlencode(fields)}" if fields else path
 
 
 def _parsed(model: type[_Model], answer: Answer) -> _Model:

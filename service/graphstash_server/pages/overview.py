@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple, TypeVar
 
 from graphstash_schema import ErrorCode, Namespace, NamespaceStats, Scope, Withheld
-from graphstash_schema.history import Grouping, HistoryPoint, HistorySums, Step
+from graphstash_schema.history import Grouping, HistoryPoint, HistoryQuery, HistorySums, Step
 from graphstash_schema.run import Run, RunMiss, RunQuery
 from graphstash_server.errors import ServerError
 from graphstash_server.pages import charts, words
@@ -128,9 +128,8 @@ async def _saved(
     today = now.replace(hour=0, minute=0, second=0, microsecond=0)
     days = [today - timedelta(days=number) for number in reversed(range(_DAYS))]
     since = min(days[0], today.replace(day=1))
-    history = await visitor.context.history.read(
-        since=since, until=now, step=Step.DAY, namespaces=names
-    )
+    query = HistoryQuery(since=since, until=now, step=Step.DAY)
+    history = await visitor.context.history.read(query, namespaces=names)
     of_day = {day: HistorySums(f"{day:%-d %b}") for day in days}
     of_today, of_month = HistorySums("today"), HistorySums("this month")
     for point in history.points:
@@ -181,9 +180,8 @@ async def _rates(
     begin = visitor.now.replace(minute=0, second=0, microsecond=0)
     begin = begin.replace(hour=0) if step is Step.DAY else begin
     since = begin - _PERIODS[step]
-    history = await visitor.context.history.read(
-        since=since, until=visitor.now, step=step, by=by, namespaces=names
-    )
+    query = HistoryQuery(since=since, until=visitor.now, step=step, by=by)
+    history = await visitor.context.history.read(query, namespaces=names)
     groups: dict[str, HistorySums] = {}
     points: dict[tuple[str, datetime], HistoryPoint] = {}
     for point in history.points:

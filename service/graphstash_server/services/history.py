@@ -13,6 +13,7 @@ from graphstash_schema.history import (
     MAX_HISTORY_GROUPS,
     Grouping,
     History,
+    HistoryQuery,
     Step,
 )
 from graphstash_server.clock import Ago, Clock
@@ -43,25 +44,20 @@ class HistoryService:
         self._reading = asyncio.Semaphore(1)  # only one call at a time holds points in memory
 
     async def read(
-        self,
-        *,
-        since: datetime | None = None,
-        until: datetime | None = None,
-        step: Step = Step.HOUR,
-        by: Grouping = Grouping.NONE,
-        namespaces: Sequence[str] | None = None,
+        self, query: HistoryQuery, *, namespaces: Sequence[str] | None = None
     ) -> History:
-        """Return the points of all steps between two aware times, including steps that they cut.
+        """Return the points of all steps of a period, including steps that its ends cut.
 
-        Default: all namespaces, until now, since a day (hours) or 30 days (days) before `until`.
-        Groups beyond the `MAX_HISTORY_GROUPS` largest are summed as `OTHERS`.
+        Counts `namespaces` instead of the query's namespace. None means all namespaces. Groups
+        beyond the `MAX_HISTORY_GROUPS` largest are summed as `OTHERS`.
 
         Raises:
             ServerError: 400 if the period is empty, longer than `HISTORY_KEPT`, or longer than
                 `MAX_GROUPED_STEPS` with grouping.
         """
-        until = (until or self.clock()).astimezone(UTC)
-        since = (since or until - _DEFAULT_PERIOD[step]).astimezone(UTC)
+        step, by = query.step, query.by
+        until = (query.until or self.clock()).astimezone(UTC)
+        since = (query.since or until - _DEFAULT_PERIOD[step]).astimezone(UTC)
         _check(since, until, step, by)
         selection = Selection(step, begin_of(step, since), until, namespaces)
         async with self._reading, self.database.reading() as connection:
