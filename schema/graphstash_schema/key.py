@@ -166,6 +166,11 @@ class ArtifactKey:
     def __str__(self) -> str:
         return f"{self.kind}/{self.device_type}/{self.fingerprint}"
 
+    @property
+    def short(self) -> str:
+        """Kind and beginning of the fingerprint, for people."""
+        return f"{self.kind} {self.fingerprint[:12]}"
+
     def artifact_path(self, namespace: Namespace) -> str:
         """Return the URL path of the artifact."""
         return f"{API_PREFIX}/{namespace}/artifacts/{self}"

@@ -304,4 +304,4 @@ def _print_misses(title: str, misses: list[RunMiss]) -> None:
 
 
 def _name(miss: RunMiss) -> str:
-    return shown(miss.label, most=80) or f"{miss.key.kind} {miss.key.fingerprint[:12]}"
+    return shown(miss.label, most=80) or miss.key.short

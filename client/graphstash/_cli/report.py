@@ -196,7 +196,7 @@ def _runs_of(server: ServerClient, since: datetime, until: datetime) -> Iterator
 
 
 def _add_miss(sums: dict[tuple[str, str], MissSums], where: Namespace, miss: RunMiss) -> None:
-    label = miss.label or f"{miss.key.kind} {miss.key.fingerprint[:12]}"
+    label = miss.label or miss.key.short
     each = sums.setdefault((where, label), MissSums(label, where))
     each.misses += 1
     each.seconds += miss.seconds

@@ -144,7 +144,7 @@ def _read(config: ClientConfig, records: Sequence[ProcessRecord]) -> RunSummary:
         saved_compile_seconds=sum(each.saved_compile_seconds for each in stats),
         compiled=[
             Compiled(
-                description.label or f"{description.key.kind} {description.key.fingerprint[:12]}",
+                description.label or description.key.short,
                 seconds,
                 why.get(description.key, ""),
             )

@@ -135,6 +135,5 @@ class CompileLimit:
         self._end(f"{text} (GRAPHSTASH_MAX_COMPILE_SECONDS)", status=STATUS_WOULD_COMPILE)
 
     def _name(self, request: CompileRequest) -> str:
-        key = f"{request.key.kind} {request.key.fingerprint[:12]}"
         label = printable(request.label, most=_LABEL_CHARACTERS)
-        return f"{label} ({key})" if label else key
+        return f"{label} ({request.key.short})" if label else request.key.short

@@ -363,6 +363,4 @@ def _origin(nearest: Relative) -> str:
 
 def label_of(description: Description) -> str:
     """Return what a user calls a program, or else its kind and fingerprint."""
-    if description.label:
-        return printable(description.label, most=80)
-    return f"{description.key.kind} {description.key.fingerprint[:12]}"
+    return printable(description.label, most=80) or description.key.short
