@@ -1289,6 +1289,26 @@ class RateChangedInPlace(Loop):
         self.rate.mul_(0.5)
 
 
+class BetasChangedInPlace(Loop):
+    """A list that the loop keeps."""
+
+    def optimizer(self, parameters):
+        self.betas = [0.5, 0.9]
+        return AdamW(parameters, lr=0.05, betas=self.betas)
+
+    def after_step(self, step):
+        self.betas[0] += 0.05
+
+
+hazard()(BetasChangedInPlace)
+
+
+@hazard(backward="options .* were changed between")
+class BetasChangedBeforeTheStep(BetasChangedInPlace):
+    def before_step(self, step):
+        self.betas[0] += 0.01
+
+
 @loop_with("before_step", backward="save after step")
 def loaded_before_the_step(self, step):
     if step == 3:

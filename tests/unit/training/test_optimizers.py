@@ -180,6 +180,37 @@ def test_option_or_group_changed_between_steps_acts_as_in_torch(change, name, op
     assert_close(ours, theirs)
 
 
+def moved(optimizer):
+    """Move all but two parameters to a group of their own."""
+    (first,) = optimizer.param_groups
+    optimizer.param_groups.append(first | {"params": first["params"][2:], "lr": 0.01})
+    del first["params"][2:]
+
+
+def paused(optimizer):
+    """Leave out the first group's last parameter, which has state."""
+    optimizer.paused = optimizer.param_groups[0]["params"].pop()
+
+
+def resumed(optimizer):
+    optimizer.param_groups[0]["params"].append(optimizer.paused)
+
+
+@both_ways
+def test_a_parameter_keeps_its_step_count_when_it_changes_groups(fused):
+    ours, theirs = new_parameters(), new_parameters()
+    mine = AdamW(ours, lr=0.1, fused=fused)
+    other = torch.optim.AdamW(theirs, lr=0.1, foreach=False)
+    for parameters, optimizer in ((ours, mine), (theirs, other)):
+        for number, change in enumerate((moved, paused, resumed), 1):
+            plain_steps(parameters, optimizer, range(3 * number - 3, 3 * number))
+            change(optimizer)
+        plain_steps(parameters, optimizer, range(9, 12))
+    assert_close(ours, theirs)
+    pairs = zip(ours, theirs, strict=True)
+    assert all(mine.state[a]["step"] == other.state[b]["step"] for a, b in pairs)
+
+
 def test_a_model_may_change_its_memory_format_between_steps():
     ours, theirs = nn.Conv2d(3, 4, 2), nn.Conv2d(3, 4, 2)
     theirs.load_state_dict(ours.state_dict())

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from graphstash.training.optimizers.base import SyncFreeOptimizer
+from graphstash.training.optimizers.cohort import set_counts_apart
 from graphstash.training.optimizers.prepared import PreparedUpdate, prepared
 
 __all__ = ["Options", "PartialStep", "in_units", "options_of", "small_of", "undecorated"]
@@ -22,15 +23,17 @@ Options = Sequence[Mapping[str, Any]]
 
 
 def options_of(optimizer: Optimizer) -> Options:
-    """Return the current options. Tensors are copied: a schedule may change them in place."""
+    """Return the current options. Tensors and lists are copied: they may change in place."""
     return [
-        {
-            name: value.clone() if isinstance(value, Tensor) else value
-            for name, value in group.items()
-            if name != "params"
-        }
+        {name: _copied(value) for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
     ]
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.clone()
+    return type(value)(map(_copied, value)) if type(value) in {list, tuple} else value
 
 
 def small_of(parameters: Iterable[Tensor]) -> set[Tensor]:
@@ -154,19 +157,8 @@ class PartialStep:
         self._are_counts_apart = True
         if not isinstance(self._optimizer, SyncFreeOptimizer):
             return
-        states = self._optimizer.state
         alone = self._group_of.keys() - {each for unit in self._units for each in unit}
-        taken = {id(states[each]["step"]) for each in alone if states.get(each)}
-        for unit in self._units:
-            own: dict[int, Tensor] = {}
-            for parameter in unit:
-                if state := states.get(parameter):
-                    count = state["step"]
-                    if id(count) not in own:
-                        with torch._C.DisableTorchFunctionSubclass():  # it may be armed
-                            own[id(count)] = count.clone() if id(count) in taken else count
-                    state["step"] = own[id(count)]
-            taken |= own.keys()
+        set_counts_apart(self._optimizer.state, [alone, *self._units])
 
 
 @contextmanager

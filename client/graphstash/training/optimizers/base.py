@@ -40,6 +40,7 @@ from graphstash.training.optimizers.cohort import (
     cohorts_of,
     computes_the_same,
     place_of,
+    set_counts_apart,
 )
 from graphstash.training.sharding import Sums, is_sharded, sharded_like
 
@@ -287,6 +288,8 @@ class SyncFreeOptimizer(Optimizer):
         self._checked_kernels: dict[Hashable, bool] = {}
         self._checked_addresses: dict[int, list[int]] = {}
         """By ID of a step tensor: the addresses of its parameters, which do not overlap."""
+        self._members: list[list[int]] = []
+        """IDs of the parameters of each group at the last step."""
         self._begin_early(self.param_groups)
 
     @property
@@ -320,6 +323,7 @@ class SyncFreeOptimizer(Optimizer):
         self.__dict__.setdefault("_scalars", DeviceScalars())
         self.__dict__.setdefault("_checked_kernels", {})
         self.__dict__.setdefault("_checked_addresses", {})
+        self.__dict__.setdefault("_members", [])
         super().__setstate__(state)
 
     def _check_parameters(self, group: Group) -> None:
@@ -421,6 +425,8 @@ class SyncFreeOptimizer(Optimizer):
         if found_inf is grad_scale is None:  # torch.amp.GradScaler sets both as attributes
             found_inf = getattr(self, "found_inf", None)
             grad_scale = getattr(self, "grad_scale", None)
+        if not torch.compiler.is_compiling():  # `refresh` does it for a traced step
+            self._part_groups()
         self.update(dict(enumerate(self.param_groups)), found_inf, grad_scale)
         return loss
 
@@ -455,8 +461,19 @@ class SyncFreeOptimizer(Optimizer):
 
         `step` does the same. A traced step replays only the graph of `step`, and calls this first.
         """
+        self._part_groups()
         for index, group in enumerate(self.param_groups):
             self._scalars.refresh(index, self._scheduled(group))
+
+    def _part_groups(self) -> None:
+        """Give each group its own step tensors if a parameter has left or changed its group."""
+        members = [list(map(id, group["params"])) for group in self.param_groups]
+        if members == self._members:
+            return
+        self._members = members
+        inside = {number for numbers in members for number in numbers}
+        outside = [parameter for parameter in self.state if id(parameter) not in inside]
+        set_counts_apart(self.state, [outside, *(group["params"] for group in self.param_groups)])
 
     def device_tensors(self) -> Iterator[Tensor]:
         """Yield the tensors of the state, and the uploaded numbers."""

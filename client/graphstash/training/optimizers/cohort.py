@@ -1,8 +1,9 @@
 """Cohorts: parameters that are updated together, and whether torch's fused kernels may update them.
 
 Parameters that have always been updated together share one step tensor. If some of them have no
-gradient in a step, or get another dtype, they part from the others: one part continues with a copy
-of the tensor. Each parameter's count is the same as in `torch.optim`.
+gradient in a step, get another dtype, or move to another group, they part from the others: one part
+continues with a copy of the tensor. Each parameter's count is the same as in `torch.optim`. To
+change the count of one parameter, put a new tensor into its state.
 
 A fused kernel is tested on this machine before its first use: it updates scratch tensors, and the
 result must match the formula's. On CPU, `torch._fused_sgd_` does not store bfloat16 and float16
@@ -29,6 +30,7 @@ __all__ = [
     "cohorts_of",
     "computes_the_same",
     "place_of",
+    "set_counts_apart",
 ]
 
 Place = tuple[torch.device, torch.dtype, tuple[str, ...]]
@@ -249,6 +251,22 @@ def begin(
             state[name] = new.beginning(parameter, name)
             created.append(state[name])
     return state
+
+
+def set_counts_apart(states: States, sets: Iterable[Iterable[Tensor]]) -> None:
+    """Give each set of parameters its own step tensors, to which no update of another set adds."""
+    taken: set[int] = set()
+    for parameters in sets:
+        own: dict[int, Tensor] = {}
+        for parameter in parameters:
+            if "step" not in (state := states.get(parameter) or {}):
+                continue
+            count = state["step"]
+            if id(count) not in own:
+                with torch._C.DisableTorchFunctionSubclass():  # fusion may have armed it
+                    own[id(count)] = count.clone() if id(count) in taken else count
+            state["step"] = own[id(count)]
+        taken |= own.keys()
 
 
 def place_of(parameter: Tensor, names: tuple[str, ...]) -> Place:
