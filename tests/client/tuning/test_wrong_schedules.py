@@ -109,6 +109,11 @@ def test_missing_element_fails_the_check():
     assert not output.holds(np.zeros(4))
 
 
+@pytest.mark.parametrize("value", [False, True])
+def test_missing_bools_fail_the_check(value):
+    assert not tuning.CheckedOutput((64,), "bool").holds(np.full(64, value))
+
+
 def test_sum_onto_uninitialized_memory_fails_the_check():
     output = tuning.CheckedOutput((4,), "float32")
     output.array += 1
@@ -130,6 +135,16 @@ def test_nan_and_infinity_equal_only_themselves():
     assert not output.holds(np.array([0, np.inf, -np.inf]), tolerance=1)
     assert not output.holds(np.array([np.nan, -np.inf, -np.inf]), tolerance=1)
     assert not output.holds(np.array([np.nan, np.inf, 0]), tolerance=1)
+
+
+@pytest.mark.parametrize("here", [7, -np.inf, np.nan])
+def test_infinite_tolerance_for_infinity_accepts_nothing_else(here):
+    output = tuning.CheckedOutput((2,), "float32")
+    expected = np.array([np.inf, 1])
+    output.array[...] = [here, 1.001]
+    assert not output.holds(expected, tolerance=0.01 * abs(expected))
+    output.array[0] = np.inf
+    assert output.holds(expected, tolerance=0.01 * abs(expected))
 
 
 @pytest.mark.parametrize(

@@ -41,9 +41,12 @@ class CheckedOutput:
     def fill_with_garbage(self) -> None:
         """Overwrite the array with random values and the guard bands with random bytes.
 
-        The values are 64 to 99. A kernel that adds to them, or leaves some, gives a wrong result.
+        The values are 64 to 99, or random bools. A kernel that adds to them, or leaves some, gives
+        a wrong result.
         """
         garbage = self._random.integers(64, 100, self.array.shape)
+        if self.array.dtype == bool:
+            garbage %= 2
         self.array[...] = garbage.astype(self.array.dtype)
         for guard in self._guards:
             guard[:] = self._random.integers(0, 256, guard.shape)
@@ -53,8 +56,9 @@ class CheckedOutput:
         """Return whether the array has the expected values and the guard bands are intact.
 
         Args:
-            expected: an array of the same shape. NaN equals NaN, and infinity equals itself.
-            tolerance: maximum absolute difference, a number or an array. Default: 0.
+            expected: an array of the same shape. NaN equals NaN, and infinity equals only itself.
+            tolerance: maximum absolute difference, a number or an array. Default: 0. It may be
+                infinite if the expected value is, as in `1e-3 * abs(expected)`.
         """
         import numpy as np
 
@@ -66,7 +70,8 @@ class CheckedOutput:
         wide = np.result_type(self.array, expected, np.longdouble)  # integers would wrap around
         with np.errstate(invalid="ignore"):
             difference = abs(self.array.astype(wide) - expected)
-        agrees = (self.array == expected) | (difference <= tolerance)
+        is_near = np.isfinite(difference) & (difference <= tolerance)
+        agrees = (self.array == expected) | is_near
         agrees |= np.isnan(self.array) & np.isnan(expected)
         pairs = zip(self._guards, self._patterns, strict=True)
         return bool(np.all(agrees)) and all(np.array_equal(*pair) for pair in pairs)
