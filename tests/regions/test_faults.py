@@ -26,6 +26,7 @@ from support.changes import execute
 from support.http_server import Answer
 from support.regions import envelope
 from support.services import opener
+from support.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -189,6 +190,27 @@ async def test_withdrawal_during_a_comparison_is_applied(
         assert center.delete(first).status_code == 204
         await region.catch_up()
         assert await region.kept(center, first, *others) == others
+
+
+@pytest.mark.parametrize("is_first", [False, True], ids=["after jobs", "before jobs"])
+async def test_rate_of_a_namespace_counts_comparisons_apart_from_jobs(
+    opened_region, world, is_first
+):
+    """The rate is one request in a thousand seconds."""
+    async with opened_region() as region:
+        center = await region.copy(1, 2)
+        assert center.delete(1).status_code == 204
+        await make_gap(world, center)
+        rules = {"requests_per_second": 0.001}
+        assert center.http.put("/v1/-/namespaces/team", json=rules).is_success
+        if not is_first:
+            until(lambda: center.get(2).status_code == 429)
+        await region.follow()
+        assert (await region.region.gauges())[2] == 0
+        assert await region.kept(center, 1, 2) == [2]
+        if is_first:
+            assert center.get(2).status_code == 200
+            until(lambda: center.get(2).status_code == 429)
 
 
 @pytest.mark.usefixtures("small_steps")

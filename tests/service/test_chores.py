@@ -13,6 +13,7 @@ from graphstash_server.db.queries.usage import recount_usage
 from graphstash_server.db.tables import usage
 from graphstash_server.errors import ServerError
 from graphstash_server.services.maintenance import schedule
+from support.services import key_of
 from support.statements import recorded
 from support.stores import DAY, HOUR, TEAM, opener_of_stores
 
@@ -197,3 +198,63 @@ async def test_recount_beside_another_corrects_once_and_reads_no_artifact_while_
         await two.context.reconciler.reconcile(blobs_before=one.clock.now)
         used = await one.used()
         assert (used.size_bytes, used.metadata_bytes) == (30, 2 * 4096 - 30)
+
+
+async def absent_blobs(store, *numbers):
+    """Take blobs out of the store, and let the daily comparison run. Return the blobs."""
+    rows = [await store.context.artifacts.find(key_of(each)) for each in numbers]
+    taken = {row.digest.sha256: store.blobs.blobs.pop(row.digest.sha256) for row in rows}
+    await store.context.reconciler.reconcile(blobs_before=START)
+    return taken
+
+
+@pytest.mark.sql
+async def test_artifact_is_dropped_if_its_blob_is_absent_in_two_looks_an_hour_apart(opened):
+    async with opened() as store:
+        await store.fill(12)
+        taken = await absent_blobs(store, 0, 1)
+        look_again = store.context.reconciler.look_again
+        for _ in range(2):
+            await look_again()
+            assert (await store.used()).artifacts == 12
+            assert await store.get(0) is None
+            store.clock.turn(HOUR / 2 - 1)
+        (back, blob), _ = sorted(taken.items())
+        store.blobs.blobs[back] = blob
+        store.clock.turn(HOUR / 2)
+    async with opened() as other:  # the first look is in the database
+        assert len(await other.kept(12)) == 11
+        await other.context.reconciler.look_again()
+        assert (await other.used()).artifacts == 11
+        del store.blobs.blobs[back]
+        await absent_blobs(other)
+        await other.context.reconciler.look_again()
+        assert (await other.used()).artifacts == 11
+
+
+async def test_no_artifact_is_dropped_while_many_blobs_are_absent(opened, caplog):
+    async with opened() as store:
+        await store.fill(12)
+        rows = [await store.context.artifacts.find(key_of(each)) for each in range(12)]
+        taken = {each.digest.sha256: store.blobs.blobs.pop(each.digest.sha256) for each in rows}
+        assert [await store.get(each) for each in range(12)] == [None] * 12  # notes the absences
+        store.clock.turn(2 * HOUR)
+        await store.context.reconciler.look_again()
+        assert "12 of 12 artifacts are absent" in caplog.text
+        store.blobs.blobs.update(taken)
+        assert len(await store.kept(12)) == 12
+        await store.context.reconciler.look_again()
+        store.blobs.blobs.clear()
+        await store.context.reconciler.look_again()
+        assert (await store.used()).artifacts == 12
+
+
+async def test_upload_replaces_an_artifact_whose_blob_is_absent(opened):
+    async with opened() as store:
+        await store.put(b"lost")
+        store.blobs.blobs.clear()
+        assert await store.get() is None
+        assert await store.put(b"other")
+        assert await store.get() == b"other"
+        await store.context.reconciler.look_again()
+        assert await store.get() == b"other"

@@ -47,6 +47,7 @@ from graphstash_server.reading.headers import unrecognized_headers
 from graphstash_server.reading.reads import ReadAnswer, ReadRequest, Reads, Unanswered
 from graphstash_server.reading.representation import absent, may_replace
 from graphstash_server.services.artifacts.uploads import Upload
+from graphstash_server.services.identity.principals import Principal
 
 __all__ = ["ROUTE", "router"]
 
@@ -224,15 +225,19 @@ async def delete_artifact(call: NamespaceCall) -> Response:
 @router.call(
     "POST",
     "/{namespace}/artifacts:lookup",
-    needs=in_namespace(Scope.READ),
+    needs=in_namespace(Scope.READ, counts=lambda *call: not _is_comparison(*call)),
     body=LookupRequest,
     answers={200: {"model": LookupResponse}},
     refuses=[ErrorCode.TOO_MANY_KEYS],
 )
 async def lookup_artifacts(call: NamespaceCall) -> Response:
     """Return which of many artifacts exist. Protects them from eviction for ten minutes, up to a
-    limit per caller and per namespace, unless an upload needs their space.
+    limit per caller and per namespace, unless an upload needs their space. A region that compares
+    its copies (`Graphstash-Copy: 1`) protects none, and has a rate of its own.
     """
+    is_comparison = _is_comparison(call.request, call.principal)
+    if is_comparison:
+        call.context.policies.admit_comparison(call.namespace, call.policy)
     keys = await read_keys(
         call,
         LookupRequest,
@@ -240,7 +245,7 @@ async def lookup_artifacts(call: NamespaceCall) -> Response:
         advice=f"the limit is {MAX_LOOKUP_KEYS} in one lookup: split the request",
     )
     keys = list(dict.fromkeys(keys))
-    caller = call.principal.party
+    caller = None if is_comparison else call.principal.party
     found = await call.context.artifacts.lookup(call.namespace, keys, caller=caller)
     if call.context.region is not None:
         await call.context.region.fetches.look_up(call.namespace, keys, found)
@@ -254,6 +259,11 @@ async def lookup_artifacts(call: NamespaceCall) -> Response:
         f'"newest_withdrawal":"{found.newest_withdrawal}"}}'
     )
     return Response(reply, media_type="application/json")
+
+
+def _is_comparison(request: Request, principal: Principal) -> bool:
+    """Return whether a region compares its copies. A region's token may read every namespace."""
+    return principal.may_see_totals and request.headers.get(HEADER_COPY) == "1"
 
 
 def _info(key: StoredKey, found: FoundArtifact) -> str:

@@ -163,7 +163,7 @@ def in_namespace(
     *,
     absent: Callable[[Request], ServerError] | None = None,
     named: Callable[[Request], str] = lambda request: str(request.path_params["namespace"]),
-    counts: Callable[[Principal], bool] = lambda _: True,
+    counts: Callable[[Request, Principal], bool] = lambda *_: True,
 ) -> Right[NamespaceCall]:
     """Return the right to act in a namespace.
 
@@ -194,7 +194,7 @@ def in_namespace(
 
     async def admit(request: Request) -> NamespaceCall:
         call = await check(request)
-        if counts(call.principal):
+        if counts(request, call.principal):
             call.context.policies.admit(call.namespace, call.policy)
         return call
 

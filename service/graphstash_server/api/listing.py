@@ -33,7 +33,7 @@ async def list_artifacts(call: NamespaceCall) -> Response:
     "/{namespace}/withdrawals",
     # The rate of a busy namespace must not keep withdrawals from a region. A region's token may
     # read every namespace.
-    needs=in_namespace(Scope.READ, counts=lambda principal: not principal.may_see_totals),
+    needs=in_namespace(Scope.READ, counts=lambda _, principal: not principal.may_see_totals),
     query=parameters_of(WithdrawalQuery),
     answers={200: {"model": WithdrawalList}},
     refuses=[ErrorCode.INVALID_REQUEST],

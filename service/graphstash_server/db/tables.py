@@ -30,6 +30,7 @@ from sqlalchemy.engine import Dialect
 
 __all__ = [
     "UtcTime",
+    "absences",
     "artifacts",
     "audit",
     "chores",
@@ -236,6 +237,16 @@ deletions = Table(
 )
 """Blobs to delete, unless an artifact refers to them. The transaction that removes an artifact adds
 the row. A server deletes the blob and then the row; if it dies, another server continues."""
+
+absences = Table(
+    "absences",
+    metadata,
+    Column("sha256", String(64), primary_key=True),
+    Column("size_bytes", BigInteger, nullable=False),
+    Column("since", UtcTime, nullable=False, comment="of the first look"),
+)
+"""Blobs of artifacts that a server missed in the store. If a blob is still absent an hour later, a
+server drops its artifacts. If it is back, the server deletes the row."""
 
 generations = Table(
     "generations",

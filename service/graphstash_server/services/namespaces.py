@@ -121,14 +121,14 @@ class Rates:
     def __init__(self, buckets: Buckets) -> None:
         self._buckets = buckets
 
-    def take(self, namespace: Namespace, *, per_second: float) -> None:
-        """Count one request.
+    def take(self, namespace: Namespace, *, per_second: float, bucket: str = "") -> None:
+        """Count one request, against the namespace's bucket or another one at the same rate.
 
         Raises:
             ServerError: 429, with the seconds until the bucket has a token.
         """
         most = max(per_second, 1.0)
-        taken, rest = self._buckets.take(namespace, 1, most=most, per_second=per_second)
+        taken, rest = self._buckets.take(bucket or namespace, 1, most=most, per_second=per_second)
         if not taken:
             wait_seconds = (1.0 - rest) / per_second
             raise ServerError(
@@ -239,6 +239,12 @@ class PolicyService:
         """
         if policy.requests_per_second is not None:
             self.rates.take(namespace, per_second=policy.requests_per_second)
+
+    def admit_comparison(self, namespace: Namespace, policy: NamespacePolicy) -> None:
+        """Like `admit`, for comparisons of regions, which neither delay jobs nor wait for them."""
+        if policy.requests_per_second is not None:
+            per_second, bucket = policy.requests_per_second, f"{namespace} compared"
+            self.rates.take(namespace, per_second=per_second, bucket=bucket)
 
     async def namespaces(self) -> Sequence[str]:
         """Return the namespaces in which an artifact or a manifest was ever stored."""

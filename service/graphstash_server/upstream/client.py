@@ -24,6 +24,7 @@ from graphstash_schema import (
 from graphstash_schema.protocol import (
     ADMIN_PREFIX,
     API_PREFIX,
+    HEADER_COPY,
     HEADER_METADATA,
     HEADER_PROTOCOL,
     HEADER_PUBLISHER,
@@ -179,11 +180,16 @@ class UpstreamClient:
         self._check()
         return await self._ask(path, credentials)
 
-    async def look_up(self, namespace: Namespace, keys: Sequence[StoredKey]) -> LookupResponse:
-        """Look up at most `MAX_LOOKUP_KEYS` keys, in the upstream's database."""
+    async def look_up(
+        self, namespace: Namespace, keys: Sequence[StoredKey], *, is_comparison: bool = False
+    ) -> LookupResponse:
+        """Look up at most `MAX_LOOKUP_KEYS` keys, in the upstream's database. The upstream counts a
+        comparison apart from the requests of jobs.
+        """
         request = LookupRequest(keys=tuple(key.key for key in keys))
         path = f"{API_PREFIX}/{namespace}/artifacts:lookup"
-        answer = await self.call("POST", path, body=request)
+        headers = {HEADER_COPY: "1"} if is_comparison else None
+        answer = await self.call("POST", path, body=request, headers=headers)
         if answer.status != 200:
             raise UpstreamError(f"{self.url} answers a look-up in {namespace} with {answer.status}")
         return answer.parsed(LookupResponse)

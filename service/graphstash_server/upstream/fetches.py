@@ -175,9 +175,8 @@ class Fetches:
         return outcome in {"stored", "present"}
 
     async def _fetch(self, key: StoredKey, policy: NamespacePolicy) -> str:
-        stored = await self.artifacts.find_stored(key)
-        if stored is not None:
-            return "present" if stored.withheld_at is None else "absent"
+        if (kept := await self._kept(key)) is not None:
+            return kept
         async with self.database.reading() as connection:
             began = await withdrawal_head(connection, key.namespace)
         digest = await self._announced(key)
@@ -193,6 +192,15 @@ class Fetches:
             except WithdrawnMeanwhileError:
                 return "absent"
         return "stored"
+
+    async def _kept(self, key: StoredKey) -> str | None:
+        """Return the outcome if the region has, or withholds, an artifact. Otherwise None, also if
+        its blob is absent.
+        """
+        if await self.artifacts.find(key) is not None:
+            return "present"
+        stored = await self.artifacts.find_row(key)
+        return "absent" if stored is not None and stored.withheld_at is not None else None
 
     async def _announced(self, key: StoredKey) -> Digest | None:
         """Return the digest in the upstream's database. Follow the namespace from then on."""

@@ -364,7 +364,8 @@ class Follower:
             if not rows:
                 return True
             if sent:
-                found = await self.client.look_up(namespace, [row.key for row in sent])
+                keys = [row.key for row in sent]
+                found = await self.client.look_up(namespace, keys, is_comparison=True)
                 valid = {(each.key, each.digest) for each in found.found}
                 for row in sent:
                     if (row.key.key, str(row.digest)) not in valid:

@@ -186,8 +186,9 @@ class Publishes:
         key = queued.key
         artifact = await self.artifacts.open(key)
         if artifact is None:
-            if await self.artifacts.find_stored(key) is not None:
-                return "refused"  # withheld here: an administrator may release it
+            if await self.artifacts.find_row(key) is not None:
+                # An administrator may release it, and an absent blob may be back soon.
+                return "refused"
             async with self.database.writing() as connection:
                 await end_publish(connection, key, Digest(queued.sha256, 0))
             return "gone"

@@ -14,6 +14,7 @@ from graphstash_server.db.tables import artifacts, manifest_entries, usage
 __all__ = [
     "UsageChange",
     "add_usage",
+    "count_stored",
     "find_namespaces",
     "list_namespaces",
     "list_stored",
@@ -106,6 +107,12 @@ async def stored_bytes(connection: AsyncConnection, namespace: str | None = None
     statement = select(func.coalesce(func.sum(_STORED), 0))
     if namespace is not None:
         statement = statement.where(usage.c.namespace == namespace)
+    return int(await connection.scalar(statement) or 0)
+
+
+async def count_stored(connection: AsyncConnection) -> int:
+    """Return the number of all artifacts."""
+    statement = select(func.coalesce(func.sum(usage.c.artifacts), 0))
     return int(await connection.scalar(statement) or 0)
 
 

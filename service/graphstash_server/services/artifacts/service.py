@@ -1,4 +1,10 @@
-"""ArtifactService: finds, opens and deletes artifacts, and drops those that lost their blob."""
+"""ArtifactService: finds, opens and deletes artifacts, and drops those that lost their blob.
+
+A blob may be absent for a while, because a part of the store is not mounted or a bucket is slow to
+show it. So a read that misses a blob notes that, and answers as if the artifact were absent. The
+reconciler looks again an hour later, and drops the artifact if the blob is still absent. An upload
+for the key drops it at once, because it brings other bytes.
+"""
 
 import asyncio
 import logging
@@ -16,6 +22,7 @@ from graphstash_server.actor import Actor
 from graphstash_server.artifact import Artifact
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
+from graphstash_server.db.queries.absences import drop_absences, note_absences
 from graphstash_server.db.queries.artifacts import (
     FoundArtifacts,
     delete_artifacts,
@@ -126,6 +133,9 @@ _MAX_PROTECTED = 4 * _MAX_PROTECTED_OF_CALLER
 """Artifacts that look-ups on this server protect at a time: two large jobs per caller, and four
 such callers per namespace."""
 
+_NOTED = timedelta(minutes=10)
+"""Time for which a process remembers that it has noted an absent blob."""
+
 _MAX_VERIFIED = 2
 """Blobs verified at a time. A small request makes the server read gigabytes."""
 
@@ -157,12 +167,13 @@ class ArtifactService:
     def __post_init__(self) -> None:
         self._recent = RecentRows(clock=self.clock)
         self._protected = self.accounting.counters.host.protected
+        self._noted: OrderedDict[StoredKey, datetime] = OrderedDict()
         self._collecting: set[asyncio.Task[None]] = set()
         self._verifying: dict[Digest, asyncio.Task[bool | None]] = {}
         self._verifiers = asyncio.Semaphore(_MAX_VERIFIED)
 
     async def open(self, key: StoredKey) -> OpenArtifact | None:
-        """Open an artifact for reading. Return None if it is absent or had lost its blob."""
+        """Open an artifact for reading. Return None if it or its blob is absent."""
         row = self._recent.get(key)
         if row is not None:
             reader = await self._open_whole(row.digest)
@@ -176,7 +187,7 @@ class ArtifactService:
             reader = await self._open_whole(row.digest)
             if reader is not None:
                 return OpenArtifact(row, reader)
-            if await self.heal(row):
+            if await self._is_lost(row):
                 return None
         return None
 
@@ -216,21 +227,28 @@ class ArtifactService:
 
     async def find(self, key: StoredKey) -> Artifact | None:
         """Return an artifact, or None if it or its blob is absent."""
-        return await self._with_blob(partial(self._read, key))
+        return await self._with_blob(partial(self._read, key), is_lost=self._is_lost)
 
     async def find_stored(self, key: StoredKey) -> Artifact | None:
-        """Like `find`, but also return withheld artifacts, which uploads conflict with."""
-        return await self._with_blob(partial(find_stored, self.database, key))
+        """Like `find`, but also return withheld artifacts, which uploads conflict with. Drop an
+        artifact whose blob is absent, for an upload.
+        """
+        return await self._with_blob(partial(find_stored, self.database, key), is_lost=self.heal)
+
+    async def find_row(self, key: StoredKey) -> Artifact | None:
+        """Return an artifact, even if it is withheld or its blob is absent."""
+        return await find_stored(self.database, key)
 
     async def verify(self, key: StoredKey) -> VerifyResponse:
-        """Compare an artifact's blob with its digest. Drop the artifact if they differ.
+        """Compare an artifact's blob with its digest. Drop the artifact if they differ. It also
+        counts as healed if its blob is absent: it is not served, and an upload replaces it.
 
         Every reader may call this, because it trusts nothing that the caller sends.
         """
         row = await self._read(key)
         if row is None:
             return VerifyResponse(found=False, healed=False)
-        is_healed = not await self._is_whole(row.digest) and await self.heal(row)
+        is_healed = not await self._is_whole(row.digest) and await self._is_lost(row)
         return VerifyResponse(found=True, healed=is_healed)
 
     async def read_start(self, row: Artifact, *, most_bytes: int) -> bytes:
@@ -258,17 +276,20 @@ class ArtifactService:
             return await self.blobs.is_whole(digest)
 
     async def lookup(
-        self, namespace: Namespace, keys: Sequence[StoredKey], *, caller: str
+        self, namespace: Namespace, keys: Sequence[StoredKey], *, caller: str | None
     ) -> FoundArtifacts:
         """Find the artifacts of many keys, withheld ones separately. Blobs are not checked.
 
         The look-up protects the other artifacts from eviction for at least `LOOKUP_PIN_SECONDS`,
         up to a limit per caller and per namespace: read access must not determine what stays. A new
         protection lasts twice that time, so that a second look-up soon after writes nothing.
+        Without a caller, the look-up protects none.
         """
         promised = self.plausible_clock() + _PIN
         found = await find_artifacts(self.database, namespace, keys, until=promised)
         unprotected = found.unprotected
+        if caller is None:
+            return found
         if chosen := unprotected[: self._allowance(namespace, caller, len(unprotected))]:
             async with self.database.writing() as connection:
                 await note_look_up(connection, chosen, until=promised + _PIN)
@@ -360,6 +381,48 @@ class ArtifactService:
                 error,
             )
 
+    async def note_absent(self, rows: Sequence[Artifact]) -> list[Artifact]:
+        """Note that the blobs of artifacts are absent. Return the artifacts without those that
+        changed meanwhile, or whose blobs this process looked for under an old name.
+        """
+        renamed = await self.collector.learn_generations([row.digest for row in rows])
+        async with self.database.writing() as connection:
+            found = [await find_stored(connection, row.key) for row in rows]
+            absent = [
+                row
+                for row, now in zip(rows, found, strict=True)
+                if now is not None and now.digest == row.digest and row.digest not in renamed
+            ]
+            digests = [row.digest for row in absent]
+            await note_absences(connection, digests, now=self.plausible_clock())
+        return absent
+
+    async def _is_lost(self, row: Artifact) -> bool:
+        """Note that an artifact's blob is absent, or drop the artifact if the blob is damaged.
+        Return False if the caller has to look again.
+        """
+        if await self.blobs.stat(row.digest) is not None:
+            return await self.heal(row)
+        noted_at = self._noted.get(row.key)
+        if noted_at is not None and _NO_AGE <= self.clock() - noted_at <= _NOTED:
+            now = await self.find_row(row.key)
+            return now is not None and now.digest == row.digest
+        try:
+            is_lost = bool(await self.note_absent([row]))
+        except ServerError as error:
+            _LOGGER.warning("could not note that the blob of %s is absent: %s", row.key.key, error)
+            return True
+        if is_lost:
+            _keep(self._noted, row.key, self.clock())
+            _LOGGER.warning(
+                "the blob %s of %s in %s is absent: the artifact is not served, and is dropped if "
+                "the blob is still absent in an hour",
+                row.digest,
+                row.key.key,
+                row.key.namespace,
+            )
+        return is_lost
+
     async def heal(self, row: Artifact) -> bool:
         """Drop an artifact whose blob is lost or damaged. Return whether it was dropped."""
         return bool(await self.heal_all([row]))
@@ -425,12 +488,17 @@ class ArtifactService:
         await reader.close()
         return None
 
-    async def _with_blob(self, read: Callable[[], Awaitable[Artifact | None]]) -> Artifact | None:
+    async def _with_blob(
+        self,
+        read: Callable[[], Awaitable[Artifact | None]],
+        *,
+        is_lost: Callable[[Artifact], Awaitable[bool]],
+    ) -> Artifact | None:
         for _ in range(_ATTEMPTS):
             row = await read()
             if row is None or await self.blobs.stat(row.digest) == row.digest.size_bytes:
                 return row
-            if await self.heal(row):
+            if await is_lost(row):
                 return None
         return None
 
@@ -462,6 +530,7 @@ class ArtifactService:
                 await drop_reports(connection, [row.key for row in gone])
                 await add_deletions(connection, digests)
             if gone and actor is None:
+                await drop_absences(connection, digests)
                 await record_healing(connection, self.plausible_clock())
             if gone and actor is not None:
                 now = self.clock()

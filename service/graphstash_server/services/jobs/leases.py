@@ -222,6 +222,7 @@ class LeaseService:
         Returns:
             The reply, and the digest of the artifact if it is stored.
         """
+        lost: Digest | None = None
         while True:
             row = await self.artifacts.find(acquisition.key)
             if row is not None:
@@ -230,14 +231,18 @@ class LeaseService:
             now = self.clock()
             if lease is not None and lease.is_held(now):
                 return await self._held(acquisition.key, lease, now), None
-            reply = await self._take(acquisition)
-            if reply is not None:
+            reply = await self._take(acquisition, lost=lost)
+            if isinstance(reply, LeaseReply):
                 if lease is not None and lease.released_at is None:
                     self.counters.count_expired_lease()
                 return reply, None
+            lost = reply  # unless the next look finds its blob
 
-    async def _take(self, acquisition: Acquisition) -> LeaseReply | None:
-        """Take a free lease. Return None if it is no longer free, or if the artifact is stored.
+    async def _take(
+        self, acquisition: Acquisition, *, lost: Digest | None
+    ) -> LeaseReply | Digest | None:
+        """Take a free lease. Return None if it is no longer free, or the blob of the artifact if
+        that is stored, unless it is `lost`: the blob is absent.
 
         The lookup follows the grant, so that it finds every upload that commits before it. A later
         upload ends this lease, unless both transactions overlap on PostgreSQL: then the holder
@@ -258,10 +263,11 @@ class LeaseService:
             )
             if fencing is None:
                 return None
-            if await find_artifact(connection, acquisition.key) is not None:
+            stored = await find_artifact(connection, acquisition.key)
+            if stored is not None and stored.digest != lost:
                 # Keep the row of the process that published: it may still release its lease.
                 await connection.rollback()
-                return None
+                return stored.digest
         return _granted(token=token, fencing=fencing, ttl_seconds=acquisition.request.ttl_seconds)
 
     async def _pause(

@@ -4,12 +4,13 @@ A crash between storing a blob and the commit leaves a blob without a row. A blo
 from outside leaves a row. Each finding is checked again before it is removed.
 
 A blob store may also be incomplete for a while, because a part of it is not mounted or restored
-yet. So a comparison that misses many blobs removes nothing. When a read of an artifact misses its
-blob, the server drops the artifact, but keeps all blobs without an artifact for `_RETURN`.
+yet. So a read or a comparison that misses a blob only notes that (table `absences`). An hourly look
+drops the artifact if the blob is absent for at least `_RETURN`, and deletes the note if it is back.
+If many blobs are absent, nothing is dropped. After an artifact was dropped, all blobs without an
+artifact are kept for `_RETURN`.
 """
 
 import logging
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -19,11 +20,17 @@ from graphstash_schema import Digest
 from graphstash_server.artifact import Artifact
 from graphstash_server.db.corruption import find_corruption
 from graphstash_server.db.engine import Database
+from graphstash_server.db.queries.absences import drop_absences, list_absences
 from graphstash_server.db.queries.artifacts import list_artifacts_of, list_digests
 from graphstash_server.db.queries.identifiers import claim_recount, last_recount
 from graphstash_server.db.queries.leases import drop_ended_leases
 from graphstash_server.db.queries.recorded_times import last_healing
-from graphstash_server.db.queries.usage import add_usage, recount_usage, stored_bytes
+from graphstash_server.db.queries.usage import (
+    add_usage,
+    count_stored,
+    recount_usage,
+    stored_bytes,
+)
 from graphstash_server.errors import StartError
 from graphstash_server.services.artifacts.blobs import BlobCollector
 from graphstash_server.services.artifacts.service import ArtifactService
@@ -40,9 +47,11 @@ _PAGE = 500
 _MAX_PENDING = 10_000
 """Maximum findings that one `reconcile` removes. The next one continues."""
 
+_NOTED_AT_ONCE = 50
+
 _RETURN = timedelta(hours=1)
-"""Time for which blobs without an artifact are kept after an artifact was dropped because its blob
-was absent. The blob may return when the store is complete again."""
+"""Time for which a blob must be absent until its artifacts are dropped. Blobs without an artifact
+are then kept for as long, because the blob may return when the store is complete again."""
 
 _LEASES_KEPT = timedelta(days=1)
 """Age at which an ended lease is deleted. The key's next fencing number then comes from the clock
@@ -140,7 +149,8 @@ class Reconciler:
             after = page[-1].sha256 if page else ""
 
     async def reconcile(self, *, blobs_before: datetime) -> None:
-        """Remove the findings of `compare`, and correct the counters.
+        """Remove the findings of `compare`, and correct the counters. Only note that blobs are
+        absent, see `look_again`.
 
         Remove nothing and report a doubt in two cases. If more than half of the blobs have no
         artifact, the database probably belongs to another store. If the store lacks more than one
@@ -175,14 +185,54 @@ class Reconciler:
         self.doubt.set("; ".join(doubts) or None)
         if doubts:
             pending.clear()
-        removed = Counter(map(type, await self.remove(pending)))
-        if removed.total():
+        absent = await self._note_lost(
+            [each.artifact for each in pending if isinstance(each, Lost)]
+        )
+        removed = await self.remove([each for each in pending if isinstance(each, Orphan)])
+        if removed or absent:
             _LOGGER.info(
-                "cleaned up: %d blobs without an artifact, %d artifacts without a blob",
-                removed[Orphan],
-                removed[Lost],
+                "cleaned up: %d blobs without an artifact; %d artifacts without a blob are dropped "
+                "if it is still absent in an hour",
+                len(removed),
+                absent,
             )
         await self.recount(is_repair=True)
+
+    async def look_again(self) -> None:
+        """Drop the artifacts whose blobs are absent since `_RETURN` or longer. Forget the absences
+        of blobs that are back. Drop nothing if more than one and more than a tenth of all artifacts
+        would be dropped.
+        """
+        long_ago = self.clock.ago(_RETURN)
+        lost: list[Artifact] = []
+        after: str | None = ""
+        while after is not None:
+            async with self.database.reading() as connection:
+                page = await list_absences(connection, after_sha256=after, limit=_PAGE)
+            after = page[-1][0].sha256 if len(page) == _PAGE else None
+            absent = [
+                (digest, since)
+                for digest, since in page
+                if await self.blobs.stat(digest) != digest.size_bytes
+            ]
+            rows = await self._artifacts_of([digest for digest, _ in absent])
+            used = {row.digest for row in rows}
+            async with self.database.writing() as connection:
+                await drop_absences(connection, [each for each, _ in page if each not in used])
+            old = {digest for digest, since in absent if since <= long_ago}
+            lost += [row for row in rows if row.digest in old][: _MAX_PENDING - len(lost)]
+        async with self.database.reading() as connection:
+            stored = await count_stored(connection)
+        if len(lost) > 1 and 10 * len(lost) > stored:
+            _LOGGER.error(
+                "the blobs of %d of %d artifacts are absent for an hour, and the artifacts are "
+                "kept: is all of the blob store mounted or restored? If so, `graphstash gc` drops "
+                "these artifacts",
+                len(lost),
+                stored,
+            )
+            return
+        await self.artifacts.heal_all(lost)
 
     async def remove(self, found: Sequence[Orphan | Lost]) -> list[Orphan | Lost]:
         """Remove findings. Return them without the blobs that are in use by now."""
@@ -242,6 +292,17 @@ class Reconciler:
         """Delete leases that ended more than `_LEASES_KEPT` ago."""
         async with self.database.writing() as connection:
             await drop_ended_leases(connection, before=self.clock.ago(_LEASES_KEPT))
+
+    async def _note_lost(self, rows: Sequence[Artifact]) -> int:
+        """Note the absent blobs of artifacts, and drop artifacts whose blobs have another size.
+        Return the number of artifacts with absent blobs.
+        """
+        absent = [row for row in rows if await self.blobs.stat(row.digest) is None]
+        for start in range(0, len(absent), _NOTED_AT_ONCE):
+            await self.artifacts.note_absent(absent[start : start + _NOTED_AT_ONCE])
+        kept = set(absent)
+        await self.artifacts.heal_all([row for row in rows if row not in kept])
+        return len(absent)
 
     async def _lost_blobs_since(self, since: datetime) -> bool:
         """Return whether an artifact was dropped since then because its blob was absent."""

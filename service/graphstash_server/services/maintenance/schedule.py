@@ -176,6 +176,7 @@ class Maintenance:
         await self._do("drop old history and runs", _HOURLY, self._drop_old)
         await self._do("retention", _HOURLY, self.retain)
         await self._do("prune the audit log", _HOURLY, self._prune)
+        await self._do("look for absent blobs again", _HOURLY, self.reconciler.look_again)
         await self._do("compare rows and blobs", _DAILY, self._compare)
 
     async def retain(self) -> int:
