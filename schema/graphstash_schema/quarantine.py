@@ -31,11 +31,17 @@ class ReportReason(StrEnum):
     """A valid artifact of another key."""
     CORRUPT = "corrupt"
     """The digest matches, but the envelope is invalid."""
+    UNCONFIRMED = "unconfirmed"
+    """The upstream of a region lacks the copy, and may have withdrawn it. Regions find this."""
 
     @property
     def is_about_artifact(self) -> bool:
         """Whether the reason holds for every client, whichever keys it trusts."""
-        return self not in {ReportReason.UNKNOWN_KEY, ReportReason.UNSIGNED}
+        return self not in {
+            ReportReason.UNKNOWN_KEY,
+            ReportReason.UNSIGNED,
+            ReportReason.UNCONFIRMED,
+        }
 
 
 class ReportRequest(RequestModel):

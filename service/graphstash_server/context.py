@@ -182,6 +182,7 @@ class ProcessContext:
                 uploads=self.uploads,
                 policies=self.policies,
                 ownership=self.ownership,
+                quarantine=self.quarantine,
             )
             self.leases = self.region.leases
             self.access.upstream = self.region.access

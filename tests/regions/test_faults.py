@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from graphstash_schema import ArtifactKey, ErrorCode, Namespace, NamespacePolicy
+from graphstash_schema import ArtifactKey, Digest, ErrorCode, Namespace, NamespacePolicy
 from graphstash_schema.names import LIST_START, ListPosition
 from graphstash_schema.withdrawals import WithdrawalQuery
 from graphstash_server.db.queries.upstream import find_earlier, put_position
@@ -71,8 +71,8 @@ class Region:
             await self.follow()
 
     async def kept(self, center, *numbers):
-        """Return the artifacts of a namespace that the region has."""
-        found = self.context.artifacts.find_stored
+        """Return the artifacts of a namespace that the region serves."""
+        found = self.context.artifacts.find
         return [each for each in numbers if await found(key_in(center, each)) is not None]
 
 
@@ -211,6 +211,48 @@ async def test_rate_of_a_namespace_counts_comparisons_apart_from_jobs(
         if is_first:
             assert center.get(2).status_code == 200
             until(lambda: center.get(2).status_code == 429)
+
+
+async def test_copy_that_the_upstream_may_have_withdrawn_is_set_aside(opened_region, world):
+    """The upstream has lost three artifacts, which its list does not name."""
+    async with opened_region() as region:
+        center = await region.copy(1, 2, 3, 4)
+        await make_gap(world, center)
+        blobs = {each: center.get(each).content for each in (1, 2, 3)}
+        for number in blobs:
+            lose = f"DELETE FROM artifacts WHERE fingerprint = '{center.fingerprint(number)}'"
+            await asyncio.to_thread(execute, world.center.database_url, lose)
+        await region.catch_up()
+        assert await region.kept(center, 1, 2, 3, 4) == [4]
+        withheld = await region.context.quarantine.list_withheld()
+        assert {each.reason for each in withheld.artifacts} == {"unconfirmed"}
+        assert len(withheld.artifacts) == 3
+        stored = region.context.artifacts.find_row
+        for number in blobs:  # neither served nor deleted
+            found = await region.context.artifacts.lookup(
+                center.namespace, [key_in(center, number)], caller="x"
+            )
+            await region.region.fetches.look_up(center.namespace, [key_in(center, number)], found)
+            assert (found.artifacts, found.withheld) == ({}, {})
+            fetch = region.region.fetches.fetch(
+                key_in(center, number), NamespacePolicy(), patience_seconds=60
+            )
+            assert not await fetch
+            assert await stored(key_in(center, number)) is not None
+        # A newer backup has the first, and another artifact for the key of the second.
+        other = envelope(center, 2, b"other")
+        for blob, number in ((blobs[1], 1), (other, 2)):
+            assert center.put(blob, number).status_code == 201
+            assert await region.region.fetches.fetch(
+                key_in(center, number), NamespacePolicy(), patience_seconds=60
+            )
+        assert await region.kept(center, 1, 2, 3, 4) == [1, 2, 4]
+        assert (await stored(key_in(center, 2))).digest == Digest.of(other)
+        # Its list names the third.
+        assert center.put(blobs[3], 3).status_code == 201
+        assert center.delete(3).status_code == 204
+        await region.catch_up()
+        assert await stored(key_in(center, 3)) is None
 
 
 @pytest.mark.usefixtures("small_steps")

@@ -29,7 +29,6 @@ from graphstash_schema import (
 )
 from graphstash_schema.envelope import MAX_ENVELOPE_HEAD_BYTES, names_key, read_envelope_head
 from graphstash_schema.protocol import HEADER_METADATA
-from graphstash_server.actor import Actor
 from graphstash_server.artifact import FoundArtifact
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
@@ -55,13 +54,11 @@ from graphstash_server.services.artifacts.uploads import (
 from graphstash_server.services.wait_queue import WaitQueue
 from graphstash_server.upstream.claims import CLAIM, renewed
 from graphstash_server.upstream.client import UpstreamClient, UpstreamError
+from graphstash_server.upstream.setting_aside import UPSTREAM, SetAside
 
-__all__ = ["UPSTREAM", "Fetches"]
+__all__ = ["Fetches"]
 
 _LOGGER = logging.getLogger(__name__)
-
-UPSTREAM: Final = Actor("upstream")
-"""The upstream in the audit log."""
 
 _PATIENCE_SECONDS: Final = 1.5
 """Seconds that a read waits for a download. Jobs wait two seconds for the first byte. After a 503
@@ -89,6 +86,7 @@ class Fetches:
     database: Database
     artifacts: ArtifactService
     uploads: UploadService
+    set_aside: SetAside
     wait_queue: WaitQueue
     clock: Clock
     is_shared: bool
@@ -128,7 +126,11 @@ class Fetches:
     async def look_up(
         self, namespace: Namespace, keys: Collection[StoredKey], found: FoundArtifacts
     ) -> None:
-        """Add what the upstream has, or withholds, of the keys that this server lacks."""
+        """Add what the upstream has, or withholds, of the keys that this server lacks or has set
+        aside.
+        """
+        for key in await self.set_aside.find(found.withheld):
+            del found.withheld[key]
         missing = [key for key in keys if key not in found.artifacts and key not in found.withheld]
         if not missing or not self.client.is_up.is_set():
             return
@@ -182,6 +184,7 @@ class Fetches:
         digest = await self._announced(key)
         if digest is None:
             return "absent"
+        await self.set_aside.decide(key, digest)
         async with self._claimed(key) as is_ours:
             if await self.artifacts.find(key) is not None:
                 return "present"  # another process was faster
@@ -195,12 +198,14 @@ class Fetches:
 
     async def _kept(self, key: StoredKey) -> str | None:
         """Return the outcome if the region has, or withholds, an artifact. Otherwise None, also if
-        its blob is absent.
+        its blob is absent or the region has set it aside.
         """
         if await self.artifacts.find(key) is not None:
             return "present"
         stored = await self.artifacts.find_row(key)
-        return "absent" if stored is not None and stored.withheld_at is not None else None
+        if stored is None or stored.withheld_at is None:
+            return None
+        return None if await self.set_aside.find([key]) else "absent"
 
     async def _announced(self, key: StoredKey) -> Digest | None:
         """Return the digest in the upstream's database. Follow the namespace from then on."""

@@ -45,8 +45,8 @@ from graphstash_server.services.artifacts.service import ArtifactService
 from graphstash_server.services.namespaces import PolicyService
 from graphstash_server.upstream.access import UpstreamAccess
 from graphstash_server.upstream.client import UpstreamBusyError, UpstreamClient, UpstreamError
-from graphstash_server.upstream.fetches import UPSTREAM
 from graphstash_server.upstream.ownership import OwnershipService
+from graphstash_server.upstream.setting_aside import UPSTREAM, SetAside
 
 __all__ = ["Follower"]
 
@@ -71,6 +71,7 @@ class Follower:
     policies: PolicyService
     access: UpstreamAccess
     ownership: OwnershipService
+    set_aside: SetAside
     clock: Clock
 
     def __post_init__(self) -> None:
@@ -350,9 +351,9 @@ class Follower:
         return comparison
 
     async def _compare_some(self, namespace: Namespace, comparison: "_Comparison") -> bool:
-        """Drop the copies that the upstream does not have, after a gap in its list: they may have
-        been withdrawn. Queued artifacts stay. Return whether all copies have been compared. Each
-        call compares some, so that other namespaces need not wait for a large one.
+        """Set the copies aside that the upstream does not have, after a gap in its list: they may
+        have been withdrawn. Queued artifacts stay. Return whether all copies have been compared.
+        Each call compares some, so that other namespaces need not wait for a large one.
         """
         for _ in range(_PAGES_AT_ONCE):
             async with self.database.reading() as connection:
@@ -369,7 +370,9 @@ class Follower:
                 valid = {(each.key, each.digest) for each in found.found}
                 for row in sent:
                     if (row.key.key, str(row.digest)) not in valid:
-                        await self._drop(row.key, row.digest, cause=WithdrawalCause.DELETED)
+                        await self.set_aside.add(row)
+                    elif row.withheld_at is not None:
+                        await self.set_aside.decide(row.key, row.digest)
             comparison.compared = rows[-1].key
         return False
 

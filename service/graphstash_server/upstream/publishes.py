@@ -41,7 +41,8 @@ from graphstash_server.services.artifacts.service import ArtifactService, OpenAr
 from graphstash_server.services.artifacts.uploads import Upload, withheld
 from graphstash_server.upstream.claims import CLAIM, renewed
 from graphstash_server.upstream.client import Answer, UpstreamClient, UpstreamError
-from graphstash_server.upstream.fetches import UPSTREAM, Fetches
+from graphstash_server.upstream.fetches import Fetches
+from graphstash_server.upstream.setting_aside import UPSTREAM
 
 __all__ = ["Publishes"]
 
@@ -90,7 +91,7 @@ class Publishes:
 
     async def admit(self, upload: Upload) -> None:
         """Refuse bytes that the upstream has withheld, even while it does not answer. Follow the
-        withdrawals of the namespace from now on.
+        withdrawals of the namespace from now on. Drop a copy that is set aside.
 
         Raises:
             ServerError: 409, and nothing of the body was read.
@@ -100,6 +101,7 @@ class Publishes:
             is_listed = await is_listed_as_withheld(connection, upload.key, upload.digest)
         if is_listed and not await self._is_released(upload.key):
             raise withheld(upload, upload.digest)
+        await self.fetches.set_aside.decide(upload.key, None)
 
     async def _is_released(self, key: StoredKey) -> bool:
         if not self.client.is_up.is_set():

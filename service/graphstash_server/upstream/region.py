@@ -7,6 +7,7 @@ from graphstash_schema import ErrorCode, Namespace, TokenExchange, TokenIssued
 from graphstash_schema.protocol import ADMIN_PREFIX, API_PREFIX
 from graphstash_schema.quarantine import ReportRequest
 from graphstash_server.errors import ServerError
+from graphstash_server.services.artifacts.quarantine import QuarantineService
 from graphstash_server.services.artifacts.uploads import UploadService
 from graphstash_server.services.jobs.leases import LeaseService
 from graphstash_server.services.namespaces import PolicyService
@@ -18,6 +19,7 @@ from graphstash_server.upstream.following import Follower
 from graphstash_server.upstream.leases import RegionalLeases
 from graphstash_server.upstream.ownership import OwnershipService
 from graphstash_server.upstream.publishes import Publishes
+from graphstash_server.upstream.setting_aside import SetAside
 
 __all__ = ["Region"]
 
@@ -33,6 +35,7 @@ class Region:
         uploads: UploadService,
         policies: PolicyService,
         ownership: OwnershipService,
+        quarantine: QuarantineService,
     ) -> None:
         """Connect to nothing yet. `leases` are those of a server without an upstream.
 
@@ -47,11 +50,15 @@ class Region:
             clock=clock,
             offline=timedelta(seconds=settings.upstream_offline_seconds),
         )
+        set_aside = SetAside(
+            database=database, artifacts=artifacts, quarantine=quarantine, clock=clock
+        )
         self.fetches = Fetches(
             client=client,
             database=database,
             artifacts=artifacts,
             uploads=uploads,
+            set_aside=set_aside,
             wait_queue=leases.wait_queue,
             clock=clock,
             is_shared=database.is_postgresql or settings.workers > 1,
@@ -79,6 +86,7 @@ class Region:
             policies=policies,
             access=self.access,
             ownership=ownership,
+            set_aside=set_aside,
             clock=clock,
         )
 

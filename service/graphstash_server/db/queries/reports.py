@@ -31,6 +31,7 @@ __all__ = [
     "count_withheld",
     "drop_reports",
     "find_reporter",
+    "find_unconfirmed",
     "list_reports",
 ]
 
@@ -70,6 +71,22 @@ async def find_reporter(connection: AsyncConnection, key: StoredKey, digest: Dig
         select(reports.c.reported_by).where(is_key(reports, key), reports.c.sha256 == digest.sha256)
     )
     return reporter
+
+
+async def find_unconfirmed(
+    connection: AsyncConnection, keys: Sequence[StoredKey]
+) -> set[StoredKey]:
+    """Return those keys of one namespace that a region has reported as unconfirmed."""
+    found = await _UNCONFIRMED.fetch(connection, keys_parameters(keys))
+    wanted = {key.columns: key for key in keys}
+    return {wanted[columns] for each in found if (columns := tuple(each)) in wanted}
+
+
+_UNCONFIRMED = Prepared(
+    lambda dialect: select(*(reports.c[name] for name in KEY_COLUMNS)).where(
+        are_keys(reports, dialect), reports.c.reason == ReportReason.UNCONFIRMED.value
+    )
+)
 
 
 async def drop_reports(connection: AsyncConnection, keys: Sequence[StoredKey]) -> None:
