@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import shutil
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, suppress
@@ -345,9 +346,7 @@ class _TierSource:
         if envelope is None:
             return False
         with envelope:
-            part = BoundedReader(envelope, entry.size_bytes)
-            while chunk := part.read(_COPY_BYTES):
-                into.write(chunk)
+            shutil.copyfileobj(BoundedReader(envelope, entry.size_bytes), into, _COPY_BYTES)
         return True
 
     def close(self) -> None:
@@ -598,8 +597,7 @@ class _Import:
         )
         with tier.temporary() as envelope:
             found.blob.seek(0)
-            while chunk := found.blob.read(_COPY_BYTES):
-                envelope.write(chunk)
+            shutil.copyfileobj(found.blob, envelope, _COPY_BYTES)
             envelope.seek(0)
             if digest_of(envelope, entry.size_bytes) != entry.digest:
                 raise LocalTierError(f"{entry.name} in the bundle was changed meanwhile")

@@ -379,6 +379,14 @@ class CompileCache:
             wait.saved_seconds = 0.0  # not None: the wait was not in vain
             return sent
 
+    def publish_later(self, work: Callable[[], None]) -> bool:
+        """Run `work` in the background. Return False, and count a fallback, if too much waits."""
+        if self.publisher.submit(work):
+            return True
+        what = "too many artifacts wait for their upload"
+        self.record_fallback(CacheError(Reason.QUEUE_FULL, what))
+        return False
+
     def record_fallback(self, error: Exception) -> None:
         """Count a fallback, and log the first one of each reason. Any error other than `CacheError`
         is a fault of the cache and counts as internal.

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Final, Protocol
 import graphstash_schema as schema
 from graphstash._artifacts.stash import Destination, Fetched
 from graphstash._compile.request import CompileRequest
-from graphstash._executor import BoundedExecutor
 from graphstash._forking import is_of, unforked
 from graphstash._http.client import ServerClient
 from graphstash._replacing import replacing
@@ -124,9 +123,7 @@ class _UnnamedFile:
 
 
 class Owner(Protocol):
-    """The interface of a cache that its compilations use. `publisher` runs the uploads."""
-
-    publisher: BoundedExecutor
+    """The interface of a cache that its compilations use."""
 
     def compiled(self, key: ArtifactKey, *, seconds: float) -> None:
         """Count a compilation that this thread has just finished."""
@@ -135,6 +132,9 @@ class Owner(Protocol):
         self, key: ArtifactKey, payload: Path, metadata: "ArtifactMetadata", *, local_only: bool
     ) -> bool:
         """Publish an artifact and return whether the server has it afterwards. Never raises."""
+
+    def publish_later(self, work: Callable[[], None]) -> bool:
+        """Run `work` in the background. Return False, and count a fallback, if too much waits."""
 
     def record_fallback(self, error: CacheError) -> None:
         """Count a fallback."""
@@ -206,10 +206,7 @@ class InFlightCompile:
             finally:
                 self._finish(outcome)
 
-        if not self._owner.publisher.submit(work):
-            self._owner.record_fallback(
-                CacheError(Reason.QUEUE_FULL, "too many artifacts wait for their upload")
-            )
+        if not self._owner.publish_later(work):
             self._finish(schema.LeaseOutcome.FAILED)
 
     def publish_bytes(

@@ -185,10 +185,8 @@ class Packs:
             self._timer.cancel()
             self._timer = None
         pending, self._pending, self._pending_bytes = self._pending, {}, 0
-        if pending and not self._cache.publisher.submit(lambda: self._publish(pending)):
-            self._cache.record_fallback(
-                CacheError(Reason.QUEUE_FULL, "too many artifacts wait for their upload")
-            )
+        if pending:
+            self._cache.publish_later(lambda: self._publish(pending))
 
     def _publish(self, pending: dict[ArtifactKey, _Entry]) -> None:
         taken: int | None = None

@@ -159,10 +159,8 @@ class Journal:
             timer, self._timer = self._timer, None
         if timer is not None:
             timer.cancel()
-        if pending and not self._cache.publisher.submit(lambda: self._publish(pending, seconds)):
-            self._cache.record_fallback(
-                CacheError(Reason.QUEUE_FULL, "too many artifacts wait for their upload")
-            )
+        if pending:
+            self._cache.publish_later(lambda: self._publish(pending, seconds))
 
     def _stored(self) -> Iterator[ArtifactKey]:
         """Yield keys of the artifacts on this host or in a namespace that this job reads, and set
