@@ -117,7 +117,7 @@ def _month(text: str | None) -> tuple[datetime, datetime]:
         since = datetime.strptime(text, "%Y-%m").replace(tzinfo=UTC) if text else now
     except ValueError:
         since = datetime.min.replace(tzinfo=UTC)
-    if not 2000 <= since.year < 9999:
+    if not 2000 <= since.year < 9998:
         fail(
             f"--month={text!r}: expected a year and a month, e.g. 2026-11", status=ExitStatus.USAGE
         )
