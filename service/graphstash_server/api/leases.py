@@ -50,15 +50,7 @@ _STATUS: Final = {LeaseState.GRANTED: 201, LeaseState.READY: 200, LeaseState.HEL
 async def list_leases(call: NamespaceCall) -> Response:
     """Return the running compilations, at most 200, and how many requests wait for each."""
     held = await call.context.leases.list_held([call.namespace], limit=MAX_LISTED_LEASES)
-    leases = tuple(
-        HeldLease(
-            key=each.key.key,
-            holder=each.holder,
-            expires_at=each.expires_at,
-            waiters=each.waiters,
-        )
-        for each in held
-    )
+    leases = tuple(HeldLease(**each._asdict() | {"key": each.key.key}) for each in held)
     return json_answer(HeldLeases(leases=leases))
 
 

@@ -41,7 +41,6 @@ from graphstash_server.db.tables import leases
 from graphstash_server.keys import StoredKey
 
 __all__ = [
-    "HeldRow",
     "LeaseRow",
     "acquire_lease",
     "count_held_leases",
@@ -73,14 +72,6 @@ class LeaseRow(NamedTuple):
     def latest_end(self, now: datetime) -> datetime:
         """Return the latest possible end. If `expires_at` is later, the clock was set back."""
         return now + timedelta(seconds=self.ttl_seconds or MAX_LEASE_SECONDS)
-
-
-class HeldRow(NamedTuple):
-    """A held lease."""
-
-    key: StoredKey
-    holder: str
-    expires_at: datetime
 
 
 async def acquire_lease(
@@ -209,8 +200,8 @@ async def count_held_leases(
 
 async def list_held_leases(
     connection: AsyncConnection, namespaces: Sequence[str], *, now: datetime, limit: int
-) -> list[HeldRow]:
-    """Return the held leases of some namespaces, latest end first."""
+) -> list[tuple[StoredKey, str, datetime]]:
+    """Return key, holder and end of the held leases of some namespaces, latest end first."""
     statement = (
         select(*leases.primary_key, leases.c.holder, leases.c.expires_at)
         .where(
@@ -223,7 +214,7 @@ async def list_held_leases(
         .limit(limit)
     )
     return [
-        HeldRow(stored_key(found), found.holder, found.expires_at)
+        (stored_key(found), found.holder, found.expires_at)
         for found in await connection.execute(statement)
     ]
 

@@ -182,7 +182,7 @@ class LeaseService:
         """Return up to `limit` held leases of these namespaces, latest expiry first."""
         async with self.database.reading() as connection:
             rows = await list_held_leases(connection, namespaces, now=self.clock(), limit=limit)
-        return [HeldLease(*row, self.wait_queue.count_of(row.key)) for row in rows]
+        return [HeldLease(*row, self.wait_queue.count_of(row[0])) for row in rows]
 
     async def _share_try(self, acquisition: Acquisition) -> LeaseReply:
         """Try to take the lease. Requests of one caller for one key share a try that has not begun,
