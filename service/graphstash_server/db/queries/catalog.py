@@ -20,7 +20,7 @@ from graphstash_server.db.tables import artifacts, descriptions, environments, m
 from graphstash_server.keys import StoredKey
 
 __all__ = [
-    "UserRow",
+    "User",
     "find_described",
     "list_by_fingerprint",
     "list_from_label",
@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 
-class UserRow(NamedTuple):
+class User(NamedTuple):
     """A job that used an artifact."""
 
     job: str
@@ -144,7 +144,7 @@ async def find_described(connection: AsyncConnection, key: StoredKey) -> Describ
     return None if found is None else described_of(found)
 
 
-async def list_users(connection: AsyncConnection, key: StoredKey, *, limit: int) -> list[UserRow]:
+async def list_users(connection: AsyncConnection, key: StoredKey, *, limit: int) -> list[User]:
     """Return the jobs whose manifests name an artifact, most recent use first.
 
     Reads all manifest entries of the namespace, whose number is limited. No index serves the key.
@@ -156,4 +156,4 @@ async def list_users(connection: AsyncConnection, key: StoredKey, *, limit: int)
         .order_by(manifest_entries.c.used_at.desc())
         .limit(limit)
     )
-    return [UserRow(*found) for found in await connection.execute(statement)]
+    return [User(*found) for found in await connection.execute(statement)]

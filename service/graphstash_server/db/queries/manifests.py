@@ -35,7 +35,7 @@ from graphstash_server.db.tables import usage
 from graphstash_server.keys import StoredKey
 
 __all__ = [
-    "EntryRow",
+    "StoredEntry",
     "add_run",
     "count_entries",
     "drop_unused_entries",
@@ -54,7 +54,7 @@ _ORDER = (
 """Most recently used first. The other columns make the order deterministic."""
 
 
-class EntryRow(NamedTuple):
+class StoredEntry(NamedTuple):
     """An artifact that runs of a job used. A tuple, because building 4,096 models is slow."""
 
     kind: str
@@ -131,10 +131,12 @@ async def count_entries(
     return int(found[0]) if found is not None else 0
 
 
-async def list_entries(source: Source, namespace: Namespace, name: ManifestName) -> list[EntryRow]:
+async def list_entries(
+    source: Source, namespace: Namespace, name: ManifestName
+) -> list[StoredEntry]:
     """Return the entries of `KNOWN_KINDS` in a manifest, if any, most recently used first."""
     found = await _LIST.fetch(source, _parameters(namespace, name))
-    return [EntryRow(*row) for row in found if row[0] in KNOWN_KINDS]
+    return [StoredEntry(*row) for row in found if row[0] in KNOWN_KINDS]
 
 
 async def drop_unused_entries(
@@ -197,7 +199,7 @@ _OF_NAME = and_(_OF_NAMESPACE, entries.c.name == bindparam("of_name"))
 
 _LIST = Prepared(
     lambda _: (
-        select(*(entries.c[name] for name in EntryRow._fields)).where(_OF_NAME).order_by(*_ORDER)
+        select(*(entries.c[name] for name in StoredEntry._fields)).where(_OF_NAME).order_by(*_ORDER)
     )
 )
 _COUNT = {

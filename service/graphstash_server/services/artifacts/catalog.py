@@ -14,7 +14,7 @@ from graphstash_schema.explanation import Difference, compare
 from graphstash_server.artifact import DescribedArtifact
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.catalog import (
-    UserRow,
+    User,
     find_described,
     list_by_fingerprint,
     list_from_label,
@@ -24,7 +24,7 @@ from graphstash_server.db.queries.catalog import (
 )
 from graphstash_server.keys import StoredKey
 
-__all__ = ["MAX_SEARCHED", "ArtifactDetails", "CatalogService", "User"]
+__all__ = ["MAX_SEARCHED", "ArtifactDetails", "CatalogService"]
 
 MAX_SEARCHED: Final = 500
 """Number of latest artifacts that are searched for text, without an index."""
@@ -36,8 +36,6 @@ _HELION: Final = "Helion kernel "
 """What the labels of tuned kernels begin with; the next words name the kernel."""
 
 _PREFIX: Final = re.compile(r"[0-9a-f]{4,64}")
-
-User = UserRow
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import partial
-from typing import TypeAlias
 
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -19,7 +18,7 @@ from graphstash_server.db.queries.audit import AuditRecord, add_audit
 from graphstash_server.db.queries.costs import MANIFEST_ENTRY_BYTES
 from graphstash_server.db.queries.locks import lock_name
 from graphstash_server.db.queries.manifests import (
-    EntryRow,
+    StoredEntry,
     add_run,
     count_entries,
     drop_unused_entries,
@@ -33,8 +32,6 @@ from graphstash_server.services.artifacts.allocation import Allocation, Allocato
 from graphstash_server.services.plausible_clock import PlausibleClock
 
 __all__ = ["ManifestService", "PinService", "StoredEntry"]
-
-StoredEntry: TypeAlias = EntryRow
 
 _UNUSED = timedelta(days=90)
 """Time since its last use after which an entry is deleted."""
@@ -55,7 +52,7 @@ class ManifestService:
     allocator: Allocator
     clock: PlausibleClock
 
-    async def get(self, namespace: Namespace, name: ManifestName) -> list[EntryRow]:
+    async def get(self, namespace: Namespace, name: ManifestName) -> list[StoredEntry]:
         """Return the entries of a manifest, if any, most recently used first."""
         return await list_entries(self.database, namespace, name)
 
@@ -67,7 +64,7 @@ class ManifestService:
         *,
         writer: str,
         actor: Actor,
-    ) -> tuple[list[EntryRow], bool]:
+    ) -> tuple[list[StoredEntry], bool]:
         """Add the keys that one run of `writer` used. Return the entries of the manifest, and
         whether it is new. If the entries need space, evict artifacts on behalf of `actor`, or raise
         NoSpaceError.
@@ -103,7 +100,7 @@ async def _merge(
     keys: Sequence[StoredKey],
     writer: str,
     now: datetime,
-) -> tuple[list[EntryRow], bool]:
+) -> tuple[list[StoredEntry], bool]:
     namespace = keys[0].namespace
     await lock_name(connection, f"manifests {namespace}")
     before = await count_entries(connection, namespace)
