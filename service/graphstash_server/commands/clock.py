@@ -1,4 +1,4 @@
-"""`graphstash clock`: shows whether the servers delete by age, and accepts a clock that jumped."""
+"""`graphstash clock`: show whether the servers delete by age, and accept a clock that jumped."""
 
 import json
 from typing import TYPE_CHECKING, Annotated

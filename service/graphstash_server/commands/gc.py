@@ -1,4 +1,4 @@
-"""`graphstash gc`: collects garbage, or lists what it would remove."""
+"""`graphstash gc`: collect garbage, or list what it would remove."""
 
 import json
 from typing import TYPE_CHECKING, Annotated

@@ -1,4 +1,4 @@
-"""`graphstash migrate`: upgrades the database as a separate step."""
+"""`graphstash migrate`: upgrade the database as a separate step."""
 
 import asyncio
 from typing import Annotated

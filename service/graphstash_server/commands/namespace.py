@@ -1,4 +1,4 @@
-"""`graphstash namespace list|show|set|remove|clear`: policies and contents of namespaces."""
+"""`graphstash namespace list|show|set|remove|clear`: manage policies and contents of namespaces."""
 
 import json
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""`graphstash token create|list|revoke`: manages tokens for a server that requires them."""
+"""`graphstash token create|list|revoke`: manage tokens for a server that requires them."""
 
 from collections.abc import Sequence
 from datetime import UTC, date, datetime, time
