@@ -245,6 +245,11 @@ _CODE = (
         "attribute that a program gives all tensors", "torch.Tensor.by = HERE", "g * g.by"
     ),
     _reads_changed(
+        "attribute that a program gives all storages",
+        "torch.UntypedStorage.by = HERE",
+        "g * g.untyped_storage().by",
+    ),
+    _reads_changed(
         "method that a program gives all tensors",
         "torch.Tensor.scaled = lambda g: g * HERE",
         "g.scaled()",
@@ -822,6 +827,20 @@ _AROUND_CODE = (
     ),
     pair("library that another one needs", _NEEDED, "2", "3"),
     pair(
+        "library that was deleted after loading",
+        _LOADED.replace("x = torch", "Path('library.so').unlink()\nx = torch"),
+        "2",
+        "3",
+        reason="library.so was replaced or deleted",
+    ),
+    pair(
+        "library that another one needs and that was deleted",
+        _NEEDED.replace("x = torch", "Path('needed.so').unlink()\nx = torch"),
+        "2",
+        "3",
+        reason="needed.so was replaced or deleted",
+    ),
+    pair(
         "library in a directory of the system",
         _LOADED.replace(
             "text = ",
@@ -1358,6 +1377,18 @@ _REFUSED_CODE = (
         f"{_OTHER}\ndef gradient(ctx, g):\n    ops = torch.ops\n    return ops.pairs.other(g)\n"
         "scale.register_autograd(gradient)",
         reason="read as a whole",
+    ),
+    pair(
+        "table of operations that torch makes in place",
+        """
+        import torch
+        from torch._inductor.fx_passes import reinplace
+
+        del reinplace.inplaceable_ops[torch.ops.aten.index_put.default]
+        x, at = torch.ones(4), torch.tensor([1])
+        torch.compile(lambda x: torch.ops.aten.index_put(x.sin(), [at], x[:1] * HERE))(x)
+        """,
+        reason="a program changed the table torch._inductor.fx_passes.reinplace.inplaceable_ops",
     ),
     pair(
         "kernel of ATen that a library replaces",

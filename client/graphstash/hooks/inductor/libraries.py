@@ -15,7 +15,8 @@ from typing import Any, Final
 
 import torch
 
-from graphstash.hooks.mappings import memory_mappings
+from graphstash.hooks.code import UndescribableError
+from graphstash.hooks.mappings import MemoryMapping, memory_mappings
 
 __all__ = ["Library", "libraries", "needed_by", "needed_libraries"]
 
@@ -24,6 +25,9 @@ _OF_SYSTEM: Final = ("/lib/", "/lib64/", "/usr/lib/", "/usr/lib64/")
 
 _PT_LOAD, _PT_DYNAMIC = 1, 2
 _DT_NEEDED, _DT_STRTAB = 1, 5
+
+_DELETED: Final = " (deleted)"
+"""What Linux appends to the path of a mapped file that was replaced or deleted."""
 
 _REGISTERS: Final = b"5torch7Library"
 """Part of the name of the class that registers kernels, as C++ mangles it."""
@@ -65,8 +69,12 @@ class Library:
 def libraries() -> list[Library]:
     """Return the loaded libraries linked to torch that do not belong to torch.
 
-    Excludes libraries whose files were replaced or deleted after loading.
+    Raises:
+        UndescribableError: the file of a library that registers operations was replaced or deleted
+            before its first reading.
     """
+    if lost := next((path for path, registers in _lost(_count()).items() if registers), ""):
+        raise UndescribableError(f"{lost} was replaced or deleted after a program had loaded it")
     return _libraries(_count())
 
 
@@ -77,12 +85,19 @@ def _libraries(count: tuple[int, int]) -> list[Library]:
 
 
 def needed_by(library: Library) -> Iterator[str]:
-    """Yield the digests of a library and its dependencies, except torch's and the system's."""
+    """Yield the digests of a library and its dependencies, except torch's and the system's.
+
+    Raises:
+        UndescribableError: the file of a dependency was replaced or deleted.
+    """
+    lost = {Path(path).name for path in _lost(_count())}
     files = {Path(path).name: path for path in _loaded(_count()) if not _is_of_system(path)}
     files[library.path.name] = str(library.path)
     names, seen = [library.path.name], set[str]()
     while names:
         name = names.pop()
+        if name in lost:
+            raise UndescribableError(f"{name} was replaced or deleted after it was loaded")
         if name in seen or name not in files:
             continue
         seen.add(name)
@@ -129,29 +144,45 @@ _iterate: Final = ctypes.CDLL(None).dl_iterate_phdr
 @lru_cache(maxsize=1)
 def _loaded(_count: tuple[int, int]) -> list[str]:
     own = f"{Path(torch.__file__).parent}{os.sep}"
-    paths = {
-        each.path for each in memory_mappings() if each.permissions == "r-xp" and "/" in each.path
-    }
-    return [
+    paths = {each.path for each in _code() if not each.path.endswith(_DELETED)}
+    paths |= {path for each in _code() if (path := each.path.removesuffix(_DELETED)) in _read}
+    found = [
         path
         for path in sorted(paths)
         if not path.startswith(own)
         and not (_is_of_system(path) and Path(path).name.startswith(_OF_TORCH))
-        and _is_file(path)
+        and (path in _read or Path(path).is_file())
     ]
+    _read.update(found)
+    return found
+
+
+_read: Final = set[str]()
+"""Paths that were read. Caches hold what `Library` reads, so the files may change later."""
+
+
+@lru_cache(maxsize=1)
+def _lost(_count: tuple[int, int]) -> dict[str, bool]:
+    """Return the loaded libraries that were not read before their files were replaced or deleted,
+    each with whether it may register operations.
+    """
+    codes = [each.path for each in _code() if each.path.endswith(_DELETED) and ".so" in each.path]
+    lost = {each for each in codes if each.removesuffix(_DELETED) not in _read}
+    held = [each for each in memory_mappings() if each.path in lost and "r" in each.permissions]
+    registers = {
+        each.path
+        for each in held
+        if _REGISTERS in ctypes.string_at(each.start, each.end - each.start)
+    }
+    return {each.removesuffix(_DELETED): each in registers for each in sorted(lost)}
+
+
+def _code() -> Iterator[MemoryMapping]:
+    return (e for e in memory_mappings() if e.permissions == "r-xp" and "/" in e.path)
 
 
 def _is_of_system(path: str) -> bool:
     return path.startswith(_OF_SYSTEM) and "-packages/" not in path
-
-
-@lru_cache(maxsize=4096)
-def _is_file(path: str) -> bool:
-    """Return whether a loaded library had a file at the first call.
-
-    Linux appends a word to the path of a library whose file is replaced or deleted later.
-    """
-    return Path(path).is_file()
 
 
 @lru_cache(maxsize=4096)

@@ -33,6 +33,7 @@ from graphstash.hooks.inductor.origins import (
     name_once,
     remembered,
 )
+from graphstash.hooks.inductor.tables import changed_table
 from graphstash.hooks.inductor.versions import Reading, Versions
 
 __all__ = [
@@ -77,6 +78,8 @@ def registered_for_torch(describer: CodeDescriber) -> Iterator[str]:
         UndescribableError: a registration has no description.
     """
     check_kernels()
+    if table := changed_table():
+        raise UndescribableError(f"a program changed the table {table}")
     digest, foreign = _entries()
     yield digest
     of_user = (*_foreign_kernels(), *_foreign_patterns(), *_foreign_constraints())

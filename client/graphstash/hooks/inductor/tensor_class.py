@@ -1,7 +1,8 @@
 """Find what a program added to, or replaced in, the classes of the arguments of an operation.
 
-The code behind a custom operation reads attributes, methods and operators of tensors and contexts
-that it gets as arguments. A description of the code has only their names.
+The code behind a custom operation reads attributes, methods and operators of tensors, their
+storages, symbolic numbers and contexts that it gets as arguments. A description of the code has
+only the names.
 """
 
 from collections.abc import Collection, Iterator
@@ -15,7 +16,10 @@ from graphstash.hooks.code import package_of
 
 __all__ = ["members_of_program"]
 
-_CLASSES: Final = (torch.Tensor, torch.nn.Parameter, FunctionCtx)
+_CLASSES: Final = (
+    *(torch.Tensor, torch.nn.Parameter, torch.UntypedStorage, FunctionCtx),
+    *(torch.SymInt, torch.SymFloat, torch.SymBool),
+)
 
 _PACKAGES: Final = frozenset({"torch", "typing_extensions"})
 """Packages whose functions are in these classes, in torch 2.7 to 2.15."""
