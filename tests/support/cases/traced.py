@@ -575,7 +575,9 @@ CHECKS: dict[str, Callable[[], object]] = {
         refuse, ["-0.0405", "-0.03644", "optimizers of graphstash.training"], scheduled
     ),
     "host step count": partial(
-        refuse, ["on the host and changed from 2 to 3", "capturable=True"], optimizer="adam"
+        refuse,
+        ["`a tensor of Adam`, or changes it on the host", "capturable=True"],
+        optimizer="adam",
     ),
     "outside state": partial(
         refuse, ["not in `state` (1: float32[])"], function=with_outside_state

@@ -254,6 +254,9 @@ class SyncFreeOptimizer(Optimizer):
     dictionaries. `torch.optim.lr_scheduler` works: the next step uploads changed values, and no
     graph changes.
 
+    Parameters that have always been updated together share the tensor of their `step`. To change
+    the count of one of them, put a new tensor into its state: a write in place changes all.
+
     Parameters must be real floating-point tensors with dense gradients.
     """
 

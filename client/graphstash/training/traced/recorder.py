@@ -26,6 +26,7 @@ from torch_xla.utils.buffer_donor_context import alias_with_buffer_donor_config
 
 from graphstash.training.traced import bindings
 from graphstash.training.traced.bindings import XLA, Ownership, Seeds
+from graphstash.training.traced.referents import Referents
 from graphstash.training.traced.state import State
 from graphstash.training.traced.step import detached
 
@@ -70,7 +71,7 @@ def show(tensor: Tensor) -> str:
 
 
 class Recorder:
-    """Records one step."""
+    """Records one step. `referents` are the objects of the state before the step."""
 
     def __init__(
         self,
@@ -78,18 +79,18 @@ class Recorder:
         state: State,
         batch: Sequence[Tensor],
         *,
+        referents: Referents,
         ownership: Ownership | None,
     ) -> None:
         self._device = device
+        self._referents = referents
         self._ownership = ownership
         self._state = state
         self._seeds = Seeds(device)
         XLA._xla_sync_live_tensors(device, [], wait=False)
-        everything = state.tensors()
-        self.tensors = [t for t in everything if t.device.type == "xla"]
+        self.tensors = [t for t in state.tensors() if t.device.type == "xla"]
         if ownership is not None:
             ownership.ensure(self.tensors, device)
-        self._host = [(t, t.clone()) for t in everything if t.device.type != "xla"]
         self._options = state.options()
         self._grads = [p.grad for p in state.parameters]
         self._places: dict[str, Place] = {}
@@ -203,16 +204,12 @@ class Recorder:
                 "the function changes an option of an optimizer, such as its learning rate; step "
                 "the schedule outside of it"
             )
-        now = [t for t in self._state.tensors() if t.device.type == "xla"]
-        if list(map(id, now)) != list(map(id, self.tensors)):
-            raise CannotFreezeError("the function makes or replaces tensors of the state")
-        for tensor, before in self._host:
-            if not torch.equal(tensor, before):
-                raise CannotFreezeError(
-                    f"a tensor of the state is on the host and changed from {show(before)} to "
-                    f"{show(tensor)}; torch.optim keeps step counts there: use the optimizers of "
-                    "graphstash.training, or capturable=True"
-                )
+        if not self._referents.are_of(self._state):
+            raise CannotFreezeError(
+                f"the function replaces {self._referents.changed_in(self._state) or 'its state'}, "
+                "or changes it on the host; torch.optim keeps step counts there: use the "
+                "optimizers of graphstash.training, or capturable=True"
+            )
         if self._shares_data:
             raise CannotFreezeError(
                 "two tensors of the state or the batch share their device data; clone() one"

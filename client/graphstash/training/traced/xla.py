@@ -185,9 +185,15 @@ class XlaStep(TracedStep[R]):
                 "a tensor of the batch is on the host; move it to the device before the step"
             )
             return self._run_lazily(batch)
-        if not self._programs:
+        if self._referents is None or not self._programs:
             self._referents = Referents(self._state, torch.device("xla"), has_addresses=False)
-        recorder = Recorder(self._device, self._state, tensors, ownership=self._ownership)
+        recorder = Recorder(
+            self._device,
+            self._state,
+            tensors,
+            referents=self._referents,
+            ownership=self._ownership,
+        )
         result: R = recorder.run(self._function, batch)
         try:
             record = recorder.record()
