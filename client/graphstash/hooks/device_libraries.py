@@ -5,10 +5,11 @@ the driver has it. The keys of JAX contain neither. A host may also load librari
 installed as Python packages, so these functions read what this process has loaded.
 
 XLA also runs an assembler and a linker, and links a device library. jaxlib 0.10.2 takes them from a
-toolkit, such as CUDA's in `--xla_gpu_cuda_data_dir`, or from `PATH`.
+toolkit, such as CUDA's in `--xla_gpu_cuda_data_dir`, from `PATH`, or from `CUDA_HOME`.
 """
 
 import ctypes
+import os
 import re
 import shutil
 import subprocess
@@ -57,7 +58,7 @@ def libtpu() -> str:
 
 def toolkit(folders: Iterable[str]) -> str:
     """Describe the tools and device libraries that XLA uses with these folders of toolkits."""
-    given = [Path(each) for each in folders]
+    given = [Path(each) for each in (*folders, os.environ.get("CUDA_HOME", "")) if each]
     tools = [each / "bin" / tool for each in given for tool in _TOOLS]
     tools += [Path(found) for tool in _TOOLS if (found := shutil.which(tool))]
     libraries = [*_libraries_in(given)] or [*_libraries_in(map(Path, _TOOLKITS))]

@@ -91,12 +91,13 @@ def host(tmp_path_factory):
 def key(host, folder, *, by):
     name = f"xla_gpu_cuda_data_dir={folder}"
     flags = f"os.environ['XLA_FLAGS'] += ' --{name}'" if by == "flag" else ""
+    flags = f"os.environ['CUDA_HOME'] = '{folder}'" if by == "variable" else flags
     options = f"{dict([name.split('=')])}" if by == "option" else ""
     return host.ask(PROGRAM.replace("FLAGS", flags).replace("OPTIONS", options)).key
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("by", ["flag", "option"])
+@pytest.mark.parametrize("by", ["flag", "option", "variable"])
 @pytest.mark.parametrize("changed", CHANGES)
 def test_program_with_another_toolkit_has_another_key(host, toolkit, changed, by):
     one, same, other = (toolkit(name) for name in ("one", "same", "other"))
