@@ -5,6 +5,7 @@ program. A name reaches XLA by a flag, by an option of one program, or by a sett
 All of them are in the serialized `CompileOptionsProto`.
 """
 
+import os
 import re
 from functools import lru_cache
 from hashlib import file_digest, sha256
@@ -49,10 +50,10 @@ def is_output(flag: str) -> bool:
 
 def contents_of(name: str) -> str:
     """Return a digest of a file, or of the files in a directory. Empty if `name` names neither."""
-    path = Path(name.removeprefix("file://"))
     try:
-        status = path.stat()
-        if not name or not S_ISDIR(status.st_mode):
+        status = os.stat(name := name.removeprefix("file://"))  # noqa: PTH116 - for every option
+        path = Path(name)
+        if not S_ISDIR(status.st_mode):
             return _digest(path, status) if S_ISREG(status.st_mode) else ""
         files = [(each, each.lstat()) for each in sorted(path.iterdir())]
     except (OSError, ValueError):  # most texts name no file, and one may contain a null byte
@@ -92,7 +93,8 @@ def _texts_of(options: bytes) -> tuple[tuple[str, str], ...]:
     is_read = (
         (place, text)
         for place, text in found
-        if place not in _UNREAD
+        if text.isprintable()
+        and place not in _UNREAD
         and not place.startswith(f"{_OPTIONS_BY_NAME}.")
         and not is_output(place)
     )
