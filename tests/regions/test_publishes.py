@@ -145,3 +145,24 @@ def test_publish_that_the_upstream_never_takes_stays_in_the_region(world):
     assert read(region, 1).content == blob
     assert center.get(1).status_code == 404
     assert str(Digest.of(blob)) not in center.call("lookup", {"keys": [center.key(1)]}).text
+
+
+def test_queued_artifact_whose_blob_is_absent_for_a_while_is_sent(world, tmp_path):
+    """A part of the region's store is not mounted when the upstream is back."""
+    center, site = world.api(world.center), world.region()
+    region = world.api(site)
+    blob = envelope(region, 1)
+    world.center.kill()
+    assert region.put(blob, 1).status_code == 201
+    assert region.put(envelope(region, 2), 2).status_code == 201
+    site.kill()
+    (path,) = site.directory.rglob(Digest.of(blob).sha256)
+    path.rename(tmp_path / "away")
+    site.start()
+    assert region.get(1).status_code == 404
+    world.center.start()
+    until(lambda: site.events(world.admin).get("publish_refused", 0) > 0)
+    (tmp_path / "away").rename(path)
+    until(lambda: center.get(1).status_code == 200)
+    assert center.get(1).content == blob
+    assert region.get(1).content == blob
