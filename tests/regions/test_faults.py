@@ -13,19 +13,27 @@ from dataclasses import replace
 
 import pytest
 
-from graphstash_schema import ArtifactKey, Digest, ErrorCode, Namespace, NamespacePolicy
+from graphstash_schema import (
+    ArtifactKey,
+    Digest,
+    ErrorCode,
+    Grant,
+    Namespace,
+    NamespacePolicy,
+)
 from graphstash_schema.names import LIST_START, ListPosition
+from graphstash_schema.region import Publisher
 from graphstash_schema.withdrawals import WithdrawalQuery
 from graphstash_server.db.queries.upstream import find_earlier, put_position
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
-from graphstash_server.testing import migrated_database
+from graphstash_server.testing import as_chunks, migrated_database
 from graphstash_server.upstream import following
 from support.api import DEVICE
 from support.changes import execute
 from support.http_server import Answer
 from support.regions import envelope
-from support.services import opener
+from support.services import opener, upload_of
 from support.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -334,6 +342,36 @@ async def test_store_that_deletes_nothing_delays_no_withdrawal(opened_region, mo
             for each in (some, other)
         ]
         assert heads == [2, 1]  # one entry for each
+
+
+async def test_artifact_that_is_withdrawn_during_its_publish_is_not_sent(opened_region):
+    """The region has opened the artifact and asks the upstream whether it has other withdrawals."""
+    is_asked, goes_on = threading.Event(), threading.Event()
+
+    def change(request, answer):
+        if is_held and request.path.endswith("artifacts:lookup"):
+            is_asked.set()
+            goes_on.wait(60)
+        return answer
+
+    is_held = False
+    async with opened_region(change) as region:
+        center = await region.copy(2)
+        blob, publishes = envelope(center, 1), region.region.publishes
+        publisher = Publisher(grants=(Grant.parse("write:team"),))
+        upload = replace(upload_of(key_in(center, 1), blob), publisher=publisher)
+        await region.context.uploads.publish(upload, as_chunks(blob))
+        assert center.put(blob, 1).status_code == 201
+        assert center.delete(1).status_code == 204
+        is_held = True
+        (queued,) = await publishes._claim(1)
+        sending = asyncio.create_task(publishes._send(queued))
+        await asyncio.to_thread(is_asked.wait, 60)
+        await region.follow()
+        goes_on.set()
+        await sending
+        assert center.get(1).status_code == 404
+        assert await publishes._send(queued) == "gone"
 
 
 async def test_region_remembers_positions_dense_near_the_last_one(opened_region):

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
 
-from graphstash_schema import Digest, ErrorCode, Namespace, Problem
+from graphstash_schema import Digest, ErrorCode, Problem
 from graphstash_schema.names import LIST_START, ListPosition
 from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
@@ -200,7 +200,7 @@ class Publishes:
             await self.fetches.follow(key.namespace)
             if any(each.digest == str(digest) for each in found.found):
                 outcome = "sent"
-            elif not await self._has_applied(key.namespace, found.newest_withdrawal):
+            elif not await self._may_send(key, digest, found.newest_withdrawal):
                 return "early"
             else:
                 answer = await self.client.upload(
@@ -230,10 +230,16 @@ class Publishes:
             await end_publish(connection, key, digest)
         return outcome
 
-    async def _has_applied(self, namespace: Namespace, newest: str | None) -> bool:
+    async def _may_send(self, key: StoredKey, digest: Digest, newest: str | None) -> bool:
+        """Return whether the region has applied all withdrawals, and none withdrew the artifact
+        since it was opened.
+        """
         async with self.database.reading() as connection:
-            applied = await find_position(connection, namespace) or LIST_START
-        return applied.number >= ListPosition(newest or LIST_START).number
+            applied = await find_position(connection, key.namespace) or LIST_START
+        if applied.number < ListPosition(newest or LIST_START).number:
+            return False
+        stored = await self.artifacts.find_row(key)
+        return stored is not None and stored.digest == digest and stored.withheld_at is None
 
 
 def _outcome(answer: Answer) -> str:
