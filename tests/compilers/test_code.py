@@ -177,11 +177,26 @@ def test_attribute_of_member_of_enumeration_is_described():
         lambda key: getattr(key, "__globals__", None),
         lambda key: typing.get_type_hints(Scale),
         lambda key: [each.type for each in dataclasses.fields(key)],
+        lambda key: hash(key) % 2,
+        lambda key: key.__hash__(),
     ],
 )
 def test_value_that_reads_more_than_its_arguments_has_no_description(value):
     with pytest.raises(UndescribableError):
         CodeDescriber().describe(value)
+
+
+def hashed(by):
+    class Name:
+        def __hash__(self):
+            return hash(self.text) + by
+
+    return Name
+
+
+def test_method_that_gives_the_hash_is_described():
+    assert CodeDescriber().describe(hashed(1)) == CodeDescriber().describe(hashed(1))
+    assert CodeDescriber().describe(hashed(1)) != CodeDescriber().describe(hashed(2))
 
 
 def test_value_that_a_function_leaves_for_its_thread_is_not_described():

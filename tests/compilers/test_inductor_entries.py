@@ -53,6 +53,24 @@ def compute():
     assert torch.equal(result, x @ y)
 
 
+def times(number):
+    """Compile and run a graph that calls an operation, whose kernel multiplies by a number."""
+    with torch.library._scoped_library("kernels", "DEF") as library, torch.no_grad():
+        library.define("times(Tensor x) -> Tensor")
+        library._register_fake("times", torch.empty_like)
+        library.impl("times", lambda x: x * number, "CPU")
+        return torch.compile(lambda x, y: torch.ops.kernels.times(x) @ y)(*torch.ones(2, 4, 4))
+
+
+def test_a_hit_calls_the_kernel_of_its_own_process(host):
+    with host("a") as a:
+        assert torch.equal(times(2.0), torch.full((4, 4), 8.0))
+        assert a.stats.published == a.stats.misses == 2
+    with host("b") as b:
+        assert torch.equal(times(3.0), torch.full((4, 4), 12.0))
+        assert (b.stats.hits, b.stats.misses) == (2, 0)
+
+
 def test_a_graph_is_compiled_once(host):
     with host("a") as a:
         compute()

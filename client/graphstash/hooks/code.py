@@ -318,6 +318,8 @@ class CodeDescriber:
 
     def _read(self, function: FunctionType, chain: tuple[str, ...], *, is_kernel: bool) -> str:
         value = _look_up(function, chain[0])
+        if value is hash and chain == ("hash",) and function.__code__.co_name == "__hash__":
+            return "hash"  # its number only places an object in a table, as that of a dataclass
         if value is _ABSENT and chain[0].startswith(_IMPORTED):
             raise UndescribableError(f"{function.__qualname__}: {chain[0]} was not imported yet")
         added: Any = None
@@ -392,6 +394,8 @@ class CodeDescriber:
         strings = {each for each in code.co_consts if type(each) is str}
         loaded = {step.argval for step in instructions if step.opname in _ATTRIBUTES}
         found = (strings & (_REFLECTION | _UNDESCRIBED)) | (loaded & _UNDESCRIBED)
+        if code.co_name != "__hash__":  # others would read a number that differs in each process
+            found |= (strings | loaded) & {"__hash__"}
         if found:
             raise UndescribableError(f"code reads {min(found)}")
 

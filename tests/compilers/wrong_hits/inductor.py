@@ -120,6 +120,26 @@ library.impl("twice", lambda x: torch.HERE(x), "KEY")
 torch.compile(lambda x: torch.ops.pairs.twice(x))(torch.ones(4))
 """
 
+_WITH_FAKE = """
+import torch
+
+library = torch.library.Library("pairs", "DEF")
+library.define("twice(Tensor x) -> Tensor", tags=())
+library._register_fake("twice", torch.empty_like)
+library.impl("twice", lambda x: torch.HERE(x), "CPU")
+torch.compile(lambda x: torch.ops.pairs.twice(x))(torch.ones(4))
+"""
+
+_FREEZE = "from torch._inductor import config\nconfig.freezing = True"
+
+_CALL = """
+@torch.library.custom_op("pairs::calls", mutates_args=())
+def calls(x: torch.Tensor) -> torch.Tensor:
+    return torch.ops.pairs.twice(x)
+
+calls.register_fake(torch.empty_like)
+torch.compile(lambda x: calls(torch.ops.pairs.twice(x)))"""
+
 _REPLACED = """
 import torch
 
@@ -344,9 +364,38 @@ _CODE = (
     pair(
         "kernel of an operation that another one wraps",
         _WRAPPED.replace("TAG", "flexible_layout")
-        .replace("torch.compile", "library.impl('fill', lambda x, y: x, 'CPU')\ntorch.compile")
+        .replace(
+            "torch.compile", "library.impl('fill', lambda x, y: x + HERE, 'CPU')\ntorch.compile"
+        )
         .replace("FAKE", "4"),
-        reason="the CPU kernel of pairs::fill",
+        relation=Relation.EQUAL,
+    ),
+    pair(
+        "kernel for a device that an executable calls by name",
+        _WITH_FAKE,
+        "zeros_like",
+        "ones_like",
+        relation=Relation.EQUAL,
+    ),
+    pair(
+        "kernel for a device of an operation without results",
+        """
+        import torch
+
+        library = torch.library.Library("pairs", "DEF")
+        library.define("fill(Tensor x, Tensor(a!) y) -> ()")
+        library.impl("fill", lambda x, y: y.copy_(x * HERE), "CPU")
+        x, y = torch.ones(4), torch.ones(4)
+        torch.compile(lambda x, y: (torch.ops.pairs.fill(x, y), y.sin()))(x, y)
+        """,
+        relation=Relation.EQUAL,
+    ),
+    pair(
+        "kernel for a device that an executable calls for a dynamic size",
+        _WITH_FAKE.replace("torch.compile(", "torch.compile(dynamic=True, fullgraph=True)("),
+        "zeros_like",
+        "ones_like",
+        relation=Relation.EQUAL,
     ),
     pair("fake kernel of an operation without a class", _LATE, "zeros_like", "ones_like"),
     pair(
@@ -465,7 +514,23 @@ _UNSHARED = (
             "ones_like",
             reason=f"the {key} kernel of pairs::twice",
         )
-        for key in ("CPU", "Autograd", "AutogradCPU")
+        for key in ("Autograd", "AutogradCPU")
+    ),
+    *(
+        pair(
+            f"CPU kernel that a compilation may execute {when}",
+            _WITH_FAKE.replace(*change),
+            "zeros_like",
+            "ones_like",
+            reason="the CPU kernel of pairs::twice",
+        )
+        for when, change in (
+            ("for a single element", ("ones(4)", "ones(1)")),
+            ("for a constant", ("twice(x)", "twice(torch.tensor(2.0))")),
+            ("for a constant, element by element", ("()", "(torch.Tag.pointwise,)")),
+            ("to freeze a graph", ("import torch", f"import torch\n{_FREEZE}")),
+            ("for another operation", ("torch.compile(lambda x: torch.ops.pairs.twice(x))", _CALL)),
+        )
     ),
     _changes(
         "kernel of autocast from a library",
@@ -1004,6 +1069,47 @@ torch.compile(lambda x: x.sin())(torch.ones(4))
 """
 
 
+_SIZED = """
+import torch
+from torch._custom_class_base import CustomClassBase
+from torch._library.opaque_object import MemberType, register_custom_class
+
+class Size(CustomClassBase):
+    def __init__(self, number):
+        self.number = number
+
+    def rows(self):
+        return self.number * FACTOR
+
+    def __eq__(self, other):
+        return type(other) is Size and other.number == self.number
+
+    def __hash__(self):
+        return self.number
+
+    def __fx_repr__(self):
+        return f"Size({self.number})", {"Size": Size}
+
+members = {"rows": MemberType.USE_REAL} if HOISTED else None
+register_custom_class(Size, typ="constant", hoist=HOISTED, members=members)
+
+SIZE = Size(NUMBER)
+
+@torch.library.custom_op("pairs::sized", mutates_args=())
+def sized(x: torch.Tensor, size: Size) -> torch.Tensor:
+    return x.new_ones(size.rows())
+
+sized.register_fake(lambda x, size: x.new_empty(size.rows()))
+torch.compile(lambda x: sized(x, SIZE).sin())(torch.ones(4))
+"""
+
+
+def _sized(*, factor: str = "2", number: str = "2", is_hoisted: bool = False) -> str:
+    """Return a program with an operation that gets an object."""
+    text = _SIZED.replace("FACTOR", factor).replace("NUMBER", number)
+    return text.replace("HOISTED", str(is_hoisted))
+
+
 def _newest(name: str, text: str, *values: str, **how: Any) -> Pair:
     """Return a pair of programs with something that torch 2.7 lacks."""
     return pair(name, text, *values, only_in="torch-newest", **how)
@@ -1086,39 +1192,9 @@ register_custom_op_autotuning(scale, configs=configs)
         "None",
         "graph",
     ),
-    _newest(
-        "class of an object that an operation gets",
-        """
-        import torch
-        from torch._custom_class_base import CustomClassBase
-        from torch._library.opaque_object import register_custom_class
-
-        class Size(CustomClassBase):
-            def __init__(self, number):
-                self.number = number
-
-            def rows(self):
-                return self.number * HERE
-
-            def __eq__(self, other):
-                return type(other) is Size and other.number == self.number
-
-            def __hash__(self):
-                return self.number
-
-            def __fx_repr__(self):
-                return f"Size({self.number})", {"Size": Size}
-
-        register_custom_class(Size, typ="constant")
-
-        @torch.library.custom_op("pairs::sized", mutates_args=())
-        def sized(x: torch.Tensor, size: Size) -> torch.Tensor:
-            return x.new_ones(size.rows())
-
-        sized.register_fake(lambda x, size: x.new_empty(size.rows()))
-        torch.compile(lambda x: sized(x, Size(2)).sin())(torch.ones(4))
-        """,
-    ),
+    _newest("class of an object that an operation gets", _sized(factor="HERE")),
+    _newest("class of an object that a graph gets", _sized(factor="HERE", is_hoisted=True)),
+    _newest("object that a graph gets", _sized(number="HERE", is_hoisted=True)),
     *(
         _newest(
             f"rank with the setting {name}",

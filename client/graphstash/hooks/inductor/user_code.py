@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 from collections.abc import Iterable, Iterator
 from functools import cache, cached_property
+from math import prod
 from operator import itemgetter
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Final, NamedTuple
@@ -29,6 +30,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.utils import tensor_is_aligned
 from torch._library import custom_ops, simple_registry
 from torch._library.custom_ops import CustomOpDef
+from torch._library.utils import can_generate_trivial_fake_impl
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses import FakeTensor
 from torch.fx import GraphModule, Node
@@ -132,18 +134,22 @@ class _Describer(CodeDescriber):
     """Describes values of torch, and records the operations and names that the code uses.
 
     Attributes:
+        operations: by name: the user's operations.
+        executed: names of operations whose kernels may run during the compilation.
         names: names that the user's code reads. None if there is no such code.
     """
 
     def __init__(self) -> None:
         super().__init__("torch", "triton")
         self.operations: dict[str, Any] = {}
+        self.executed: set[str] = set()
         self.namespaces = {"aten"}
         self.names: set[str] | None = None
         self._of_program = operations_of_program()
 
     def add(self, other: "_Describer") -> None:
         self.operations = other.operations | self.operations
+        self.executed |= other.executed
         self.namespaces |= other.namespaces
         if other.names is not None:
             self.names = other.names | (self.names or set())
@@ -212,27 +218,44 @@ class _Describer(CodeDescriber):
             self.operations.setdefault(f"operator {operator}", operator)
         return f"operator {operator}"
 
-    def record(self, target: Any) -> None:
+    def record(self, target: Any, node: Node) -> None:
         """Record the operation that a node of a graph calls. Other targets have no effect."""
         match target:
             case OpOverload() | OpOverloadPacket():
-                self._record(target)
+                name, is_own = self._record(target)
+                if is_own and not _has_unknown_input(node):
+                    self.executed.add(name)
             case HigherOrderOperator():
                 self._operator(target)
 
-    def _record(self, operation: Any) -> str:
+    def _record(self, operation: Any) -> tuple[str, bool]:
+        """Return the name of an operation, and whether it is the user's."""
         packet = getattr(operation, "overloadpacket", operation)
         name = str(packet._qualified_op_name)
-        if is_torchs_namespace(name) and name not in self._of_program:
-            self.namespaces.add(name.partition("::")[0])
-        else:
+        is_own = not is_torchs_namespace(name) or name in self._of_program
+        if is_own:
             self.operations.setdefault(name, packet)
-        return name
+        else:
+            self.namespaces.add(name.partition("::")[0])
+        return name, is_own
 
     def _operation(self, operation: Any) -> str:
         own = _attributes_of_program(operation)
-        name, overload = self._record(operation), getattr(operation, "_overloadname", "")
+        name, _ = self._record(operation)
+        self.executed.add(name)  # its caller runs during the compilation
+        overload = getattr(operation, "_overloadname", "")
         return f"operation {name} {overload} {self.describe(own) if own else ''}"
+
+
+def _has_unknown_input(node: Node) -> bool:
+    """Return whether torch cannot compute a node's result while it compiles.
+
+    It computes the result if all inputs are constants. These have static sizes and at most one
+    element, see `CONSTANT_NUMEL_LIMIT` in `torch._subclasses.fake_tensor`.
+    """
+    inputs = (each.meta.get("val", each.meta.get("example_value")) for each in node.all_input_nodes)
+    shapes = (each.shape for each in inputs if isinstance(each, FakeTensor))
+    return any(not all(isinstance(n, int) for n in each) or prod(each) > 1 for each in shapes)
 
 
 def _attributes_of_program(operation: Any) -> dict[str, Any]:
@@ -338,7 +361,7 @@ def _operations(describer: _Describer) -> Iterator[str]:
         read = () if describer.names is None else members_of_program(describer.names)
         members = [(place, value) for place, value in read if place not in described]
         if not operations and not members:
-            return
+            break
         described.update(operations, (place for place, _ in members))
         for name in operations:
             yield _operation(describer, describer.operations[name], name)
@@ -347,6 +370,9 @@ def _operations(describer: _Describer) -> Iterator[str]:
                 yield f"{place}={describer.describe(value)}"
             except UndescribableError as error:
                 raise UndescribableError(f"{place}: {error}") from error
+    for name, operation in describer.operations.items():  # now `executed` has all names
+        if isinstance(operation, OpOverloadPacket):
+            _check_kernels(operation, is_executed=name in describer.executed)
 
 
 def _relations(inputs: list[Any]) -> Iterator[str]:
@@ -405,8 +431,8 @@ def _symbols(size: torch.SymInt) -> list[Any]:
 def _input(describer: _Describer, value: Any) -> Iterator[str]:
     known = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Generator)
     if value is not None and not isinstance(value, (*known, int, float, complex, str)):
-        kind = type(getattr(value, "real_obj", value))  # torch wraps opaque objects
-        raise UndescribableError(f"an input is a {kind.__qualname__}")
+        yield _opaque(describer, getattr(value, "real_obj", value))
+        return
     if not isinstance(value, torch.Tensor) or describer.is_known(type(value).__module__):
         if hasattr(value, "device_mesh") and not _has_stable_key(value):
             raise UndescribableError("torch's key of a DTensor's mesh differs in each process")
@@ -417,6 +443,20 @@ def _input(describer: _Describer, value: Any) -> Iterator[str]:
     yield f"input {describer.describe(type(value))} {names} {describer.describe(context)}"
     for name in names:
         yield from _input(describer, getattr(value, name))
+
+
+def _opaque(describer: _Describer, value: Any) -> str:
+    """Describe an opaque value, which an executable receives, and which fake kernels may read.
+
+    torch wraps opaque objects. Since 2.11 it can pass those that are values to a graph.
+    """
+    kind = type(value)
+    opaque = getattr(torch._library, "opaque_object", None)  # since 2.10
+    names = ("is_opaque_constant_type", "is_opaque_value_type")  # the second one until 2.13
+    is_value = next((getattr(opaque, each) for each in names if hasattr(opaque, each)), None)
+    if is_value is None or not is_value(kind) or not hasattr(value, "__dict__"):
+        raise UndescribableError(f"an input is a {kind.__qualname__}")
+    return f"opaque {describer.describe(kind)} {describer.describe(vars(value))}"
 
 
 def _has_stable_key(value: Any) -> bool:
@@ -436,7 +476,7 @@ def _node(
 ) -> Iterator[str]:
     """Describe the code and constants of a node that torch's key omits."""
     if node.op == "call_function":
-        yield from _target(describer, node.target)
+        yield from _target(describer, node.target, node)
         if not isinstance(node.target, OpOverload):
             yield from _arguments(describer, node)
         if "kernel_idx" in node.kwargs:  # a Triton kernel in a table of this process
@@ -454,9 +494,9 @@ def _node(
             yield from _module(describer, called)
 
 
-def _target(describer: _Describer, target: Any) -> Iterator[str]:
+def _target(describer: _Describer, target: Any, node: Node) -> Iterator[str]:
     """Describe a function of which torch's key contains only the name."""
-    describer.record(target)
+    describer.record(target, node)
     if isinstance(target, OpOverload):
         if target in _side_effectful_functions and target not in _SIDE_EFFECTS_OF_TORCH:
             yield f"kept {target}"
@@ -475,7 +515,7 @@ def _arguments(describer: _Describer, node: Node) -> Iterator[str]:
     given = [each for each in (*node.args, *node.kwargs.values()) if not isinstance(each, Node)]
     for value in tree_leaves(given) if given else ():
         if isinstance(value, OpOverload | OpOverloadPacket | HigherOrderOperator | FunctionType):
-            yield from _target(describer, value)
+            yield from _target(describer, value, node)
         elif callable(value) and not isinstance(value, Node) and not is_torchs(value):
             yield f"argument {describer.registered(value)}"
 
@@ -564,10 +604,8 @@ def _operation(describer: _Describer, packet: Any, name: str) -> str:
     if definition is not None:
         found += _definition(describer, definition)
     for overload in overloads:
-        fakes = fakes_of(overload.name())
-        _check_kernels(overload, definition, len(fakes) if definition is None else 1)
         if definition is None:
-            found.append(_fake(describer, overload, fakes))
+            found.append(_fake(describer, overload))
         kernels = overload.py_kernels.items()
         found += [f"{key}={describer.registered(kernel)}" for key, kernel in kernels]
     for label, table in tables():
@@ -625,17 +663,37 @@ def _definition(describer: _Describer, definition: CustomOpDef) -> Iterator[str]
             yield f"{name}={describer.describe(value)}"
 
 
-def _check_kernels(operation: OpOverload, definition: CustomOpDef | None, fakes: int) -> None:
+def _check_kernels(packet: OpOverloadPacket, *, is_executed: bool) -> None:
     """Refuse an operation with a Python kernel that torch has no means to look up.
 
     Only the kernels of a `CustomOpDef` and fake kernels can be looked up. Since 2.8, a library may
     replace them; the dispatcher then lists the replaced kernel as inactive. It also does if a
     `CustomOpDef` replaces its own kernel, which is allowed: both come from one place in torch.
 
+    An executable calls an operation's kernel for a device by the operation's name. A compilation
+    does not depend on such a kernel if there is a fake one and the compilation does not execute it:
+    it executes pointwise operations on constants, and any operation while it freezes a graph.
+
     Raises:
         UndescribableError: the operation has such a kernel.
     """
+    definition = custom_ops.OPDEFS.get(str(packet._qualified_op_name))
+    for each in packet.overloads():
+        overload = getattr(packet, each)
+        keys = _unknown_kernels(overload, definition)
+        has_fake = definition is not None or _has_fake(overload)
+        may_run = is_executed or _executes_all() or torch.Tag.pointwise in overload.tags
+        if has_fake and not may_run:
+            keys = [key for key in keys if key not in _DEVICES]
+        if keys:
+            name = overload.name()
+            raise UndescribableError(f"torch does not give back the {min(keys)} kernel of {name}")
+
+
+def _unknown_kernels(operation: OpOverload, definition: CustomOpDef | None) -> list[str]:
+    """Return the dispatch keys of an operation's Python kernels that torch cannot look up."""
     name = operation.name()
+    fakes = len(fakes_of(name)) if definition is None else 1
     place = name.replace("::", "/") + "/"
     known = set() if definition is None else {*definition._lib._op_impls}
     listed = torch._C._dispatch_dump(name).splitlines()
@@ -650,12 +708,25 @@ def _check_kernels(operation: OpOverload, definition: CustomOpDef | None, fakes:
         is_own = definition is not None and where == places.get(key) == places.get("debug")
         if rest == "(inactive)" and not is_own and (key != "Meta" or f"{place}Meta" not in known):
             keys.append(key.removesuffix("[alias]"))
-    if keys:
-        raise UndescribableError(f"torch does not give back the {min(keys)} kernel of {name}")
+    return keys
 
 
-def _fake(describer: _Describer, operation: OpOverload, kernels: list[Any]) -> str:
-    described = [describer.registered(each) for each in kernels]
+def _has_fake(operation: OpOverload) -> bool:
+    """Return whether torch traces an operation without a kernel for a device."""
+    return bool(fakes_of(operation.name())) or can_generate_trivial_fake_impl(operation)
+
+
+def _executes_all() -> bool:
+    """Return whether a compilation may execute every operation, on real tensors."""
+    return bool(config.freezing or functorch_config.fake_tensor_propagate_real_tensors)
+
+
+_DEVICES: Final = frozenset({"CPU", "CUDA", "HPU", "MPS", "MTIA", "PrivateUse1", "XPU"})
+"""Dispatch keys of kernels that compute on one kind of device."""
+
+
+def _fake(describer: _Describer, operation: OpOverload) -> str:
+    described = [describer.registered(each) for each in fakes_of(operation.name())]
     entry = simple_registry.singleton._data.get(operation.name())
     rules = {} if entry is None else vars(entry.torch_dispatch_rules).get("_data", {})
     described += [f"{cls.__qualname__}={describer.registered(rule)}" for cls, rule in rules.items()]
