@@ -1192,6 +1192,15 @@ register_custom_op_autotuning(scale, configs=configs)
         "None",
         "graph",
     ),
+    _newest(
+        "program that is compiled ahead, under a random name",
+        """
+        import torch
+
+        compiled = torch.compile(lambda x: x.sin() * HERE, fullgraph=True)
+        compiled.aot_compile(((torch.ones(4),), {}))
+        """,
+    ),
     _newest("class of an object that an operation gets", _sized(factor="HERE")),
     _newest("class of an object that a graph gets", _sized(factor="HERE", is_hoisted=True)),
     _newest("object that a graph gets", _sized(number="HERE", is_hoisted=True)),

@@ -14,6 +14,7 @@ import sys
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import lru_cache, wraps
 from hashlib import sha256
 from itertools import combinations
@@ -136,7 +137,7 @@ class KeyInfo:
         @wraps(make_key)
         def completed(graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[str, list[str]]:
             self._thread.latest = None
-            key, lines = make_key(graph, inputs, *args, **kwargs)
+            key, lines = make_key(graph, inputs, *map(_without_random_name, args), **kwargs)
             try:
                 found = _completed(key, getattr(graph, "gm", graph), inputs, *args[:1])
                 key = found.key
@@ -258,6 +259,17 @@ def _completed(key: str, graph: Any, inputs: Any, settings: Any = None) -> _Comp
     lines += [f"[switch] ambient[{name}]: {state}" for name, _, state in switches]
     whole = f"{key[0]}{digest}{suffix}"
     return _Completed(whole, lines, of_autograd is None, ambient, registered.lines)
+
+
+def _without_random_name(settings: Any) -> Any:
+    """Return settings of AOTAutograd without the random name of a graph that is compiled ahead.
+
+    torch stores the graph under this name when a program saves what it compiled, such as vLLM does.
+    A hit gets the name of the present run. Since torch's key contains it, the key never recurs.
+    """
+    if getattr(settings, "precompile_backend_id", None) is None:  # torch 2.7 has no such name
+        return settings
+    return replace(settings, precompile_backend_id="any")
 
 
 def _state(ambient: str, registered: list[str], without: Collection[str] = ()) -> State:
