@@ -2,6 +2,7 @@
 
 import json
 import mmap
+import os
 import subprocess
 import sys
 
@@ -34,6 +35,20 @@ def test_variables_that_identify_the_process_do_not_matter():
 
 def test_flags_that_only_name_output_directories_change_no_part():
     assert parts(XLA_FLAGS="--xla_dump_to=/one", LIBTPU_INIT_ARGS="") == {}
+
+
+def test_pipes_in_a_directory_that_a_flag_names_are_not_read(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path.parent / "file")
+
+    def of_directory():
+        return parts(XLA_FLAGS=f"--xla_gpu_pgle_profile_file_or_directory_path={tmp_path}")
+
+    without = of_directory()
+    (tmp_path.parent / "file").write_text("one")
+    one = of_directory()
+    (tmp_path.parent / "file").write_text("another")
+    assert len({str(without), str(one), str(of_directory())}) == 3
 
 
 def test_other_variables_differ_from_absent_ones_if_they_are_set_but_empty():

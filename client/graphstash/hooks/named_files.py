@@ -11,7 +11,7 @@ from functools import lru_cache
 from hashlib import file_digest, sha256
 from os import stat_result
 from pathlib import Path
-from stat import S_ISDIR, S_ISREG
+from stat import S_IFMT, S_ISDIR, S_ISREG
 from typing import Final
 
 from graphstash.hooks.protobuf import NotAMessageError, fields_of, texts_in
@@ -27,7 +27,11 @@ _UNREAD: Final = frozenset(
         *(110, 111, 154, 433),  # patterns of what XLA dumps
     )
 )
-"""Fields of `DebugOptions`, field 3 of field 3, that name no file to read."""
+"""Fields of `DebugOptions` that name no file to read."""
+
+_DEBUG_OPTIONS: Final = "3.3."
+"""Place of `DebugOptions`. Other fields hold numbers of devices, which may look like texts: 46 is
+the text `.`, the working directory."""
 
 _TOOLKIT: Final = ("3.3.61", "xla_gpu_cuda_data_dir")
 """Field and flag of the directory of a toolkit. `device_libraries` reads what XLA needs of it."""
@@ -55,7 +59,7 @@ def contents_of(name: str) -> str:
         path = Path(name)
         if not S_ISDIR(status.st_mode):
             return _digest(path, status) if S_ISREG(status.st_mode) else ""
-        files = [(each, each.lstat()) for each in sorted(path.iterdir())]
+        files = [(each, _status(each)) for each in sorted(path.iterdir())]
     except (OSError, ValueError):  # most texts name no file, and one may contain a null byte
         return ""
     describe = _digest if sum(each.st_size for _, each in files) < _MAX_READ_BYTES else _changed_at
@@ -81,7 +85,7 @@ def toolkits_in(options: bytes) -> list[str]:
 @lru_cache(maxsize=16)
 def _texts_of(options: bytes) -> tuple[tuple[str, str], ...]:
     """Return the texts in options that may name a file to read, each with a field or a flag."""
-    found = [*texts_in(options)]
+    found = [each for each in texts_in(options) if each[0].startswith(_DEBUG_OPTIONS)]
     try:
         entries = [field.body for field in fields_of(options) if field.number == _OPTIONS_BY_NAME]
         for entry in entries:
@@ -93,10 +97,7 @@ def _texts_of(options: bytes) -> tuple[tuple[str, str], ...]:
     is_read = (
         (place, text)
         for place, text in found
-        if text.isprintable()
-        and place not in _UNREAD
-        and not place.startswith(f"{_OPTIONS_BY_NAME}.")
-        and not is_output(place)
+        if text.isprintable() and place not in _UNREAD and not is_output(place)
     )
     return tuple(is_read)
 
@@ -105,10 +106,20 @@ def _changed_at(_path: Path, status: stat_result) -> str:
     return f"{status.st_size} {status.st_mtime_ns}"
 
 
+def _status(path: Path) -> stat_result:
+    """Return the status of a file, or of a link that leads to no file."""
+    try:
+        return path.stat()
+    except OSError:
+        return path.lstat()
+
+
 def _digest(path: Path, status: stat_result) -> str:
+    if not S_ISREG(status.st_mode):  # reading a pipe would wait for its writer
+        return f"{S_IFMT(status.st_mode):o}"
     try:
         return _digest_of(path, status.st_dev, status.st_ino, status.st_size, status.st_ctime_ns)
-    except OSError as error:  # a directory, or a file that XLA cannot read
+    except OSError as error:  # a file that XLA cannot read
         return type(error).__name__
 
 

@@ -145,6 +145,15 @@ _SETTINGS = (
         "one",
         "another",
     ),
+    _of(
+        "files beside a program for more than 46 devices",
+        "flags('--xla_force_host_platform_device_count=48'); open('HERE', 'w').close()",
+        "sharding = NamedSharding(Mesh(jax.devices(), 'a'), PartitionSpec())\n"
+        "jax.jit(lambda x: x / 3)(jax.device_put(ONES, sharding))",
+        "one",
+        "another",
+        relation=Relation.EQUAL,
+    ),
     _setting(
         "optimization",
         "jax.config.update('jax_disable_most_optimizations', HERE)",
