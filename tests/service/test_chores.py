@@ -12,7 +12,7 @@ from graphstash_server.db.queries.identifiers import claim_recount, last_recount
 from graphstash_server.db.queries.usage import recount_usage
 from graphstash_server.db.tables import usage
 from graphstash_server.errors import ServerError
-from graphstash_server.services.maintenance import schedule
+from graphstash_server.services.maintenance import reconciler, schedule
 from support.services import key_of
 from support.statements import recorded
 from support.stores import DAY, HOUR, TEAM, opener_of_stores
@@ -258,3 +258,19 @@ async def test_upload_replaces_an_artifact_whose_blob_is_absent(opened):
         assert await store.get() == b"other"
         await store.context.reconciler.look_again()
         assert await store.get() == b"other"
+
+
+async def test_no_artifact_is_dropped_while_more_blobs_are_absent_than_a_look_drops(
+    opened, monkeypatch
+):
+    """More than a tenth of all artifacts are absent, and a look drops less than a tenth."""
+    monkeypatch.setattr(reconciler, "_MAX_PENDING", 2)
+    async with opened() as store:
+        await store.fill(24)
+        for number in range(6):
+            row = await store.context.artifacts.find(key_of(number))
+            del store.blobs.blobs[row.digest.sha256]
+            assert await store.get(number) is None  # notes the absence
+        store.clock.turn(2 * HOUR)
+        await store.context.reconciler.look_again()
+        assert (await store.used()).artifacts == 24

@@ -45,7 +45,7 @@ _LOGGER = logging.getLogger(__name__)
 _PAGE = 500
 
 _MAX_PENDING = 10_000
-"""Maximum findings that one `reconcile` removes. The next one continues."""
+"""Maximum findings that one `reconcile` or `look_again` removes. The next one continues."""
 
 _NOTED_AT_ONCE = 50
 
@@ -200,11 +200,12 @@ class Reconciler:
 
     async def look_again(self) -> None:
         """Drop the artifacts whose blobs are absent since `_RETURN` or longer. Forget the absences
-        of blobs that are back. Drop nothing if more than one and more than a tenth of all artifacts
-        would be dropped.
+        of blobs that are back. Drop nothing if these are more than one artifact and more than a
+        tenth of all. Drop at most `_MAX_PENDING` at a time.
         """
         long_ago = self.clock.ago(_RETURN)
         lost: list[Artifact] = []
+        count = 0
         after: str | None = ""
         while after is not None:
             async with self.database.reading() as connection:
@@ -220,15 +221,17 @@ class Reconciler:
             async with self.database.writing() as connection:
                 await drop_absences(connection, [each for each, _ in page if each not in used])
             old = {digest for digest, since in absent if since <= long_ago}
-            lost += [row for row in rows if row.digest in old][: _MAX_PENDING - len(lost)]
+            gone = [row for row in rows if row.digest in old]
+            count += len(gone)
+            lost += gone[: _MAX_PENDING - len(lost)]
         async with self.database.reading() as connection:
             stored = await count_stored(connection)
-        if len(lost) > 1 and 10 * len(lost) > stored:
+        if count > 1 and 10 * count > stored:
             _LOGGER.error(
                 "the blobs of %d of %d artifacts are absent for an hour, and the artifacts are "
                 "kept: is all of the blob store mounted or restored? If so, `graphstash gc` drops "
                 "these artifacts",
-                len(lost),
+                count,
                 stored,
             )
             return
