@@ -403,3 +403,39 @@ async def test_failed_questions_do_not_age_a_token_that_the_upstream_confirms(op
             clock.turn(30)
         is_busy = True
         assert await access.find(token) is not None
+
+
+async def test_artifact_that_is_withdrawn_right_after_the_first_look_up_is_not_kept(
+    opened_region, world
+):
+    """The region learns of a withdrawal of its first artifact before it begins to follow the
+    namespace. Another process of the upstream still has the row in memory.
+    """
+    looked_up, goes_on = threading.Event(), threading.Event()
+    sent = []
+
+    def change(request, answer):
+        if request.path.endswith("artifacts:lookup") and not looked_up.is_set():
+            looked_up.set()
+            goes_on.wait(60)
+        if request.method == "GET" and "/artifacts/" in request.path:
+            return sent[0]
+        return answer
+
+    async with opened_region(change) as region:
+        center = world.api(world.center)
+        assert center.put(envelope(center, 1), 1).status_code == 201
+        found = center.get(1)
+        kept = {name: found.headers[name] for name in ("repr-digest", "etag")}
+        sent.append(Answer(200, kept, found.content))
+        fetch = region.region.fetches.fetch(
+            key_in(center, 1), NamespacePolicy(), patience_seconds=60
+        )
+        fetching = asyncio.create_task(fetch)
+        await asyncio.to_thread(looked_up.wait, 60)
+        assert center.delete(1).status_code == 204
+        await region.follow()
+        goes_on.set()
+        await fetching
+        await region.catch_up()
+        assert await region.kept(center, 1) == []

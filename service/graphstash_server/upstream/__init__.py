@@ -6,9 +6,8 @@
     publishes   the durable queue of artifacts for the upstream
     following   policies and withdrawals of the upstream, and whether it may be one
     fetches     downloads a missing artifact once
-    setting_aside  copies that the upstream may have withdrawn
-    claims      setting_aside  copies that the upstream may have withdrawn
-    claims of a process on a download or a publish
+    setting_aside   copies that the upstream may have withdrawn
+    claims      claims of a process on a download or a publish
     client      HTTP calls, and whether the upstream answers
     ownership   the other side: what a server tells its regions
 

@@ -208,11 +208,18 @@ class Fetches:
         return None if await self.set_aside.find([key]) else "absent"
 
     async def _announced(self, key: StoredKey) -> Digest | None:
-        """Return the digest in the upstream's database. Follow the namespace from then on."""
+        """Return the digest in the upstream's database. Follow the namespace from then on.
+
+        A withdrawal after a look-up is not applied if the region learns of it before it follows the
+        namespace. So the first artifact of a namespace is looked up again.
+        """
+        is_followed = key.namespace in self._followed
         found = await self.client.look_up(key.namespace, [key])
+        if found.found and not is_followed:
+            await self.follow(key.namespace)
+            found = await self.client.look_up(key.namespace, [key])
         if not found.found:
             return None
-        await self.follow(key.namespace)
         (info,) = found.found
         return Digest.parse(info.digest, size_bytes=info.size_bytes)
 
