@@ -61,8 +61,9 @@ class Grouping(StrEnum):
 
 _Time = Annotated[
     AwareDatetime,
-    Field(ge=datetime(2000, 1, 1, tzinfo=UTC), lt=datetime(9999, 1, 1, tzinfo=UTC)),
+    Field(ge=datetime(1900, 1, 1, tzinfo=UTC), lt=datetime(9999, 1, 1, tzinfo=UTC)),
 ]
+"""A time from which a default period can be subtracted. Clocks that were never set show 1970."""
 
 
 class HistoryQuery(WireModel):

@@ -150,6 +150,13 @@ def test_servers_of_one_database_agree_on_leases_despite_a_wrong_clock(
         assert right.acquire(1, wait=60).json()["state"] == "granted"
 
 
+def test_dashboard_of_a_server_whose_clock_was_never_set(start, connect, tmp_path):
+    host_clock = HostClock(tmp_path)
+    host_clock.set(datetime(1970, 1, 2, tzinfo=UTC) - datetime.now(UTC))
+    server = connect(start(environment=host_clock.environment).url)
+    assert server.http.get("/?step=day&by=job", headers={"Accept": "text/html"}).is_success
+
+
 @ON_SQLITE
 @pytest.mark.parametrize("wrong", most_extended(list(WRONG), quick=["in 2106"]))
 async def test_temporarily_wrong_clock_loses_nothing_and_blocks_nothing_later(opened, wrong):
