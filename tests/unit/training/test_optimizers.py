@@ -196,10 +196,14 @@ def resumed(optimizer):
     optimizer.param_groups[0]["params"].append(optimizer.paused)
 
 
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=pytest.mark.extended)])
 @both_ways
-def test_a_parameter_keeps_its_step_count_when_it_changes_groups(fused):
+def test_a_parameter_keeps_its_step_count_when_it_changes_groups(fused, is_compiled):
     ours, theirs = new_parameters(), new_parameters()
     mine = AdamW(ours, lr=0.1, fused=fused)
+    if is_compiled:
+        torch._dynamo.reset()
+        mine.step = torch.compile(mine.step, backend="eager")
     other = torch.optim.AdamW(theirs, lr=0.1, foreach=False)
     for parameters, optimizer in ((ours, mine), (theirs, other)):
         for number, change in enumerate((moved, paused, resumed), 1):

@@ -293,6 +293,8 @@ class SyncFreeOptimizer(Optimizer):
         """By ID of a step tensor: the addresses of its parameters, which do not overlap."""
         self._members: list[list[int]] = []
         """IDs of the parameters of each group at the last step."""
+        self._is_refreshed = False
+        """Whether a traced step calls `refresh` before it."""
         self._begin_early(self.param_groups)
 
     @property
@@ -327,6 +329,7 @@ class SyncFreeOptimizer(Optimizer):
         self.__dict__.setdefault("_checked_kernels", {})
         self.__dict__.setdefault("_checked_addresses", {})
         self.__dict__.setdefault("_members", [])
+        self.__dict__.setdefault("_is_refreshed", False)
         super().__setstate__(state)
 
     def _check_parameters(self, group: Group) -> None:
@@ -428,7 +431,7 @@ class SyncFreeOptimizer(Optimizer):
         if found_inf is grad_scale is None:  # torch.amp.GradScaler sets both as attributes
             found_inf = getattr(self, "found_inf", None)
             grad_scale = getattr(self, "grad_scale", None)
-        if not torch.compiler.is_compiling():  # `refresh` does it for a traced step
+        if not (torch.compiler.is_compiling() and self._is_refreshed):
             self._part_groups()
         self.update(dict(enumerate(self.param_groups)), found_inf, grad_scale)
         return loss
@@ -464,10 +467,14 @@ class SyncFreeOptimizer(Optimizer):
 
         `step` does the same. A traced step replays only the graph of `step`, and calls this first.
         """
+        self._is_refreshed = True
         self._part_groups()
         for index, group in enumerate(self.param_groups):
             self._scalars.refresh(index, self._scheduled(group))
 
+    # A graph would not notice that a step tensor is another one. `torch.compiler.disable` would
+    # import the compiler at once, and that takes two seconds.
+    @torch._disable_dynamo  # type: ignore[attr-defined] # only for torch itself
     def _part_groups(self) -> None:
         """Give each group its own step tensors if a parameter has left or changed its group."""
         members = [list(map(id, group["params"])) for group in self.param_groups]
