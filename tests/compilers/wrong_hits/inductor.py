@@ -378,6 +378,13 @@ _CODE = (
         relation=Relation.EQUAL,
     ),
     pair(
+        "kernel for a device in a namespace of torch",
+        _WITH_FAKE.replace("pairs", "ao"),
+        "zeros_like",
+        "ones_like",
+        relation=Relation.EQUAL,
+    ),
+    pair(
         "kernel for a device of an operation without results",
         """
         import torch

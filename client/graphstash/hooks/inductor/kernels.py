@@ -90,8 +90,11 @@ _GRADIENTS: Final = frozenset(
 )
 """Operations whose backward torch 2.15 registers with `torch.library.register_autograd`."""
 
-_OPERATIONS_OF_TORCH: Final = ("ao", "coor", "debugprims", "device_mesh", "pippy")
-"""Namespaces in which torch uses `torch.library.define`."""
+_OPERATIONS_OF_TORCH: Final = frozenset(
+    each.rpartition("/")[0].replace("/", "::") for each in _ALONE
+)
+"""Operations that torch defines with `torch.library.define`. Programs define others in the same
+namespaces: torchao does in `ao`."""
 
 _TABLES: Final = ("_autocast_dtype", "_backend_fns", "_torch_dispatch_fns")
 """Attributes of a `CustomOpDef` that hold dicts."""
@@ -161,8 +164,7 @@ def _is_usual(holder: Any, kernel: str) -> bool:
 def operations_of_program() -> frozenset[str]:
     """Return the operations, without overloads, that a program defined in torch's namespaces."""
     names = [name for each in _libraries()[1] for name in each._op_defs]
-    found = (name.partition(".")[0] for name in names)
-    return frozenset(each for each in found if each.partition("::")[0] not in _OPERATIONS_OF_TORCH)
+    return frozenset(name.partition(".")[0] for name in names) - _OPERATIONS_OF_TORCH
 
 
 def changed_definitions() -> list[CustomOpDef]:
