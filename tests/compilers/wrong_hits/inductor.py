@@ -132,6 +132,24 @@ torch.compile(lambda x: torch.ops.pairs.twice(x))(torch.ones(4))
 
 _FREEZE = "from torch._inductor import config\nconfig.freezing = True"
 
+_FOLD = """
+import torch
+from torch._inductor import config
+from torch._inductor.constant_folding import constant_fold
+from torch._inductor.custom_graph_pass import CustomGraphPass
+
+class Fold(CustomGraphPass):
+    def __call__(self, graph):
+        constant_fold(graph.owning_module)
+
+    def uuid(self):
+        return "fold"
+
+config.post_grad_custom_pre_pass = Fold()
+"""
+
+_COMPOSITE = "torch.ops.pairs.twice.default.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)"
+
 _CALL = """
 @torch.library.custom_op("pairs::calls", mutates_args=())
 def calls(x: torch.Tensor) -> torch.Tensor:
@@ -536,6 +554,11 @@ _UNSHARED = (
             ("for a constant", ("twice(x)", "twice(torch.tensor(2.0))")),
             ("for a constant, element by element", ("()", "(torch.Tag.pointwise,)")),
             ("to freeze a graph", ("import torch", f"import torch\n{_FREEZE}")),
+            ("in a pass that folds constants", ("import torch", _FOLD)),
+            (
+                "or take apart",
+                ("torch.compile", f"{_COMPOSITE}(lambda x: x.sin())\ntorch.compile"),
+            ),
             ("for another operation", ("torch.compile(lambda x: torch.ops.pairs.twice(x))", _CALL)),
         )
     ),

@@ -18,6 +18,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from torch import library
+from torch._C import DispatchKey
 from torch._functorch import config as functorch_config
 from torch._guards import TracingContext
 from torch._higher_order_ops import effects
@@ -110,6 +111,24 @@ _STATEFUL_MODULES: Final = (
 )
 """Modules of torch whose functions may all depend on such state."""
 
+_EXECUTING_MODULES: Final = frozenset(
+    {
+        *("torch._inductor.constant_folding", "torch._inductor.freezing"),
+        *("torch.fx.experimental.const_fold", "torch.fx.interpreter"),
+        "torch.fx.passes.shape_prop",
+    }
+)
+"""Modules of torch whose functions run the operations of a graph."""
+
+_EXECUTING_NAMES: Final = frozenset(
+    {
+        *("_disable_current_modes", "_pop_mode", "_pop_mode_temporarily", "constant_fold"),
+        *("maybe_disable_fake_tensor_mode", "no_dispatch", "run_node", "unset_fake_temporarily"),
+    }
+)
+"""Functions and methods of torch with which code, such as a pass, runs operations on real tensors
+while torch compiles."""
+
 _FUNCTIONS: Final = torch._C._VariableFunctions
 """The class whose static methods are torch's functions."""
 
@@ -136,6 +155,7 @@ class _Describer(CodeDescriber):
     Attributes:
         operations: by name: the user's operations.
         executed: names of operations whose kernels may run during the compilation.
+        executes_all: whether the user's code may run the kernels of any operation.
         names: names that the user's code reads. None if there is no such code.
     """
 
@@ -143,6 +163,7 @@ class _Describer(CodeDescriber):
         super().__init__("torch", "triton")
         self.operations: dict[str, Any] = {}
         self.executed: set[str] = set()
+        self.executes_all = _executes_all()
         self.namespaces = {"aten"}
         self.names: set[str] | None = None
         self._of_program = operations_of_program()
@@ -150,12 +171,15 @@ class _Describer(CodeDescriber):
     def add(self, other: "_Describer") -> None:
         self.operations = other.operations | self.operations
         self.executed |= other.executed
+        self.executes_all |= other.executes_all
         self.namespaces |= other.namespaces
         if other.names is not None:
             self.names = other.names | (self.names or set())
 
     def reads_state(self, function: Any) -> str:
         module = str(getattr(function, "__module__", ""))
+        name = str(getattr(function, "__name__", ""))
+        self.executes_all |= module in _EXECUTING_MODULES or name in _EXECUTING_NAMES
         if f"{module}.".startswith(tuple(f"{each}." for each in _STATEFUL_MODULES)):
             return "reads more than its arguments"
         return ""
@@ -165,6 +189,7 @@ class _Describer(CodeDescriber):
         if self.names is None:
             self.names = set()
         self.names.update(names)
+        self.executes_all |= not _EXECUTING_NAMES.isdisjoint(names)
         if found := _STATEFUL_NAMES.intersection(names):
             raise UndescribableError(f"code reads {min(found)}")
 
@@ -372,7 +397,8 @@ def _operations(describer: _Describer) -> Iterator[str]:
                 raise UndescribableError(f"{place}: {error}") from error
     for name, operation in describer.operations.items():  # now `executed` has all names
         if isinstance(operation, OpOverloadPacket):
-            _check_kernels(operation, is_executed=name in describer.executed)
+            is_executed = describer.executes_all or name in describer.executed
+            _check_kernels(operation, is_executed=is_executed)
 
 
 def _relations(inputs: list[Any]) -> Iterator[str]:
@@ -672,7 +698,8 @@ def _check_kernels(packet: OpOverloadPacket, *, is_executed: bool) -> None:
 
     An executable calls an operation's kernel for a device by the operation's name. A compilation
     does not depend on such a kernel if there is a fake one and the compilation does not execute it:
-    it executes pointwise operations on constants, and any operation while it freezes a graph.
+    it executes pointwise operations on constants, and any operation while it freezes a graph, or in
+    a pass of the user that folds constants.
 
     Raises:
         UndescribableError: the operation has such a kernel.
@@ -682,7 +709,9 @@ def _check_kernels(packet: OpOverloadPacket, *, is_executed: bool) -> None:
         overload = getattr(packet, each)
         keys = _unknown_kernels(overload, definition)
         has_fake = definition is not None or _has_fake(overload)
-        may_run = is_executed or _executes_all() or torch.Tag.pointwise in overload.tags
+        may_run = is_executed or torch.Tag.pointwise in overload.tags
+        # Whether torch takes it apart before it computes gradients depends on the other kernels.
+        may_run |= overload.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
         if has_fake and not may_run:
             keys = [key for key in keys if key not in _DEVICES]
         if keys:
