@@ -18,7 +18,7 @@ import sys
 import threading
 import typing
 from collections.abc import Iterable, Iterator
-from functools import partial
+from functools import _lru_cache_wrapper, partial
 from pathlib import Path
 from types import (
     BuiltinFunctionType,
@@ -187,6 +187,8 @@ class CodeDescriber:
             raise UndescribableError(f"the module {value.__name__} is read as a whole")
         if type(value).__module__.partition(".")[0] == "numpy":
             return _array(value)
+        if isinstance(value, _lru_cache_wrapper) and self.is_known(_module_of(value.__wrapped__)):
+            value = value.__wrapped__
         if isinstance(value, FunctionType | BuiltinFunctionType | type) or _is_kernel(value):
             return self._callable(value)
         return self._instance(value)

@@ -148,6 +148,13 @@ class Fold(CustomGraphPass):
 config.post_grad_custom_pre_pass = Fold()
 """
 
+_NAMED_BY_FILE = (
+    _FOLD.replace("import constant_fold", "import constant_fold as _")
+    .replace("constant_fold(graph.owning_module)", "HERE")
+    .replace("import CustomGraphPass", "import CustomGraphPass, get_hash_for_files")
+    .replace('"fold"', "get_hash_for_files((__file__,))")
+)
+
 _COMPOSITE = "torch.ops.pairs.twice.default.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)"
 
 _CALL = """
@@ -394,6 +401,12 @@ _CODE = (
         "zeros_like",
         "ones_like",
         relation=Relation.EQUAL,
+    ),
+    pair(
+        "pass with the hash of its file, as torch advises",
+        f"{_NAMED_BY_FILE}\ntorch.compile(lambda x: x.sin())(torch.ones(4))",
+        "pass",
+        "graph.lint()",
     ),
     pair(
         "kernel for a device in a namespace of torch",
