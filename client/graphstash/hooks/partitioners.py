@@ -4,8 +4,9 @@ A program names its custom calls. How XLA partitions a custom call depends on wh
 registered for that name: nothing, each row alone (`register_ffi_target_as_batch_partitionable` of
 `jax.ffi`), or functions in Python. Neither JAX's key nor the program contains the registration.
 
-XLA does not list its registrations. JAX lists those that precede its search for plug-ins. If a hook
-is installed later, a name without a known registration may have an unknown one.
+XLA does not list its registrations. JAX lists the registrations that a program made before JAX
+searched for plug-ins. If a hook is installed later, a name without a known registration may have an
+unknown one.
 """
 
 import functools

@@ -210,8 +210,8 @@ class Fetches:
     async def _announced(self, key: StoredKey) -> Digest | None:
         """Return the digest in the upstream's database. Follow the namespace from then on.
 
-        A withdrawal after a look-up is not applied if the region learns of it before it follows the
-        namespace. So the first artifact of a namespace is looked up again.
+        The region does not apply a withdrawal that it learns of before it follows the namespace. So
+        it looks up the first artifact of a namespace again.
         """
         is_followed = key.namespace in self._followed
         found = await self.client.look_up(key.namespace, [key])

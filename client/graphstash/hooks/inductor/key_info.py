@@ -264,8 +264,8 @@ def _completed(key: str, graph: Any, inputs: Any, settings: Any = None) -> _Comp
 def _without_random_name(settings: Any) -> Any:
     """Return settings of AOTAutograd without the random name of a graph that is compiled ahead.
 
-    torch stores the graph under this name when a program saves what it compiled, such as vLLM does.
-    A hit gets the name of the present run. Since torch's key contains it, the key never recurs.
+    A program that saves its compiled graphs, such as vLLM, stores them under these names. torch's
+    key contains the name, so the key would never recur. A hit gets the name of the present run.
     """
     if getattr(settings, "precompile_backend_id", None) is None:  # torch 2.7 has no such name
         return settings

@@ -472,9 +472,9 @@ def _input(describer: _Describer, value: Any) -> Iterator[str]:
 
 
 def _opaque(describer: _Describer, value: Any) -> str:
-    """Describe an opaque value, which an executable receives, and which fake kernels may read.
+    """Describe an opaque object that a graph gets as an input, which fake kernels may read.
 
-    torch wraps opaque objects. Since 2.11 it can pass those that are values to a graph.
+    Since torch 2.11, a graph may get a constant object. Objects that may change are refused.
     """
     kind = type(value)
     opaque = getattr(torch._library, "opaque_object", None)  # since 2.10

@@ -1,4 +1,4 @@
-"""ArtifactService: finds, opens and deletes artifacts, and drops those that lost their blob.
+"""ArtifactService: finds, opens and deletes artifacts, and drops an artifact without a blob.
 
 A blob may be absent for a while, because a part of the store is not mounted or a bucket is slow to
 show it. So a read that misses a blob notes that, and answers as if the artifact were absent. The
@@ -287,9 +287,9 @@ class ArtifactService:
         """
         promised = self.plausible_clock() + _PIN
         found = await find_artifacts(self.database, namespace, keys, until=promised)
-        unprotected = found.unprotected
         if caller is None:
             return found
+        unprotected = found.unprotected
         if chosen := unprotected[: self._allowance(namespace, caller, len(unprotected))]:
             async with self.database.writing() as connection:
                 await note_look_up(connection, chosen, until=promised + _PIN)
@@ -382,8 +382,8 @@ class ArtifactService:
             )
 
     async def note_absent(self, rows: Sequence[Artifact]) -> list[Artifact]:
-        """Note that the blobs of artifacts are absent. Return the artifacts without those that
-        changed meanwhile, or whose blobs this process looked for under an old name.
+        """Note that the blobs of artifacts are absent. Return the noted artifacts. Skip an artifact
+        that has changed meanwhile, or whose blob this process looked for under an old name.
         """
         renamed = await self.collector.learn_generations([row.digest for row in rows])
         async with self.database.writing() as connection:
