@@ -202,7 +202,7 @@ class Jobs:
             name = way if way in _IMPORTED else name or "torch_xla"
             hook = name if way == "fork" else ""
             command: Sequence[str | Path] = (python,)
-            zygote = self._zygote(name, environment)
+            zygote = self.zygote(name, environment)
         else:
             launcher = launcher or (python,)
             command = {
@@ -221,7 +221,8 @@ class Jobs:
             )
         return Running(report, stats, errors, process)
 
-    def _zygote(self, name: str, environment: str) -> Zygote:
+    def zygote(self, name: str, environment: str = "") -> Zygote:
+        """Return the process that has imported a compiler and forks its jobs."""
         imported = imported_by(name)
         if not environment and imported in _shared:
             return _shared[imported]

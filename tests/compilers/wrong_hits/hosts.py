@@ -10,10 +10,12 @@ from typing import Any, Self
 
 from compilers.wrong_hits.pairs import Pair, Relation
 from support.environments import python_of
+from support.starts import Popen, Zygote
 
 __all__ = ["Asked", "Host", "PairOfHosts", "Ran", "environment_of_host"]
 
 _TESTS = Path(__file__).parents[2]
+_RUNNER = Path(__file__).with_name("runner.py")
 
 
 @dataclass(frozen=True)
@@ -50,21 +52,31 @@ class Host:
         directory: directory of the programs and their files.
         seed: seed of Python's hashes.
         environment: environment of the compiler's version; empty for the tests' own.
+        zygote: process that has imported the compiler, with a random seed of hashes, and forks the
+            host. Default: the host starts a Python.
     """
 
-    def __init__(self, compiler: str, directory: Path, *, seed: int, environment: str = "") -> None:
+    def __init__(
+        self,
+        compiler: str,
+        directory: Path,
+        *,
+        seed: int = 1,
+        environment: str = "",
+        zygote: Zygote | None = None,
+    ) -> None:
         directory.mkdir(parents=True)
         self._directory = directory
         self._count = 0
         self._asked: dict[str, dict[str, str]] = {}
-        command = [python_of(environment), "-m", "compilers.wrong_hits.runner", compiler]
-        self._process = subprocess.Popen(
-            list(map(str, command)),
+        self._process = Popen(
+            [str(python_of(environment)), str(_RUNNER), compiler],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=directory,
             env=environment_of_host(directory, seed),
+            zygote=zygote,
         )
 
     def ask(self, program: str) -> Asked:
@@ -122,10 +134,20 @@ class Host:
 
 
 class PairOfHosts:
-    """Two hosts that differ in paths, in the user's directories and in the seed of hashes."""
+    """Two hosts that differ in paths, in the user's directories and in the seed of hashes.
 
-    def __init__(self, compiler: str, directory: Path, *, environment: str = "") -> None:
-        self.one = Host(compiler, directory / "one", seed=1, environment=environment)
+    With `zygote`, it forks the first host.
+    """
+
+    def __init__(
+        self,
+        compiler: str,
+        directory: Path,
+        *,
+        environment: str = "",
+        zygote: Zygote | None = None,
+    ) -> None:
+        self.one = Host(compiler, directory / "one", environment=environment, zygote=zygote)
         self.other = Host(
             compiler, directory / "elsewhere" / "other", seed=2, environment=environment
         )

@@ -11,7 +11,7 @@ Each line of standard input is a request, and each line of standard output its a
 `result` is a digest of the value of the program's last line, and `hits` the number of artifacts
 that the program used. A program that fails is answered {"failed"}, with a traceback.
 
-    python -m compilers.wrong_hits.runner COMPILER
+    python runner.py COMPILER
 
 The module of the compiler has two functions: `prepare()` imports the modules that programs need,
 and `install(cache)` installs the hook in a forked child. `SETTINGS`, if present, are client
@@ -207,4 +207,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[2])
     main()

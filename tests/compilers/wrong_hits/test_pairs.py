@@ -11,6 +11,8 @@ from compilers.wrong_hits.hosts import PairOfHosts
 from compilers.wrong_hits.pairs import Relation
 
 COMPILERS = ("inductor", "jax", "triton", "torch_xla", "pjrt")
+FORKED = ("inductor", "jax", "triton")
+"""Compilers whose imports neither read nor set a variable of `prepare` that a key contains."""
 PRESENT = [name for name in COMPILERS if Path(__file__).with_name(f"{name}.py").exists()]
 
 
@@ -32,7 +34,7 @@ def cases():
 
 
 @pytest.fixture(scope="module")
-def hosts_of(request, tmp_path_factory):
+def hosts_of(request, tmp_path_factory, jobs, is_extended):
     """Return a function that starts two hosts of a compiler's version, once per version.
 
     Tests in random order return to a version. On both hosts, the programs of some pairs run in one
@@ -48,7 +50,12 @@ def hosts_of(request, tmp_path_factory):
 
         def hosts_of(name, environment):
             if (name, environment) not in running:
-                hosts = PairOfHosts(name, tmp_path_factory.mktemp(name), environment=environment)
+                hosts = PairOfHosts(
+                    name,
+                    tmp_path_factory.mktemp(name),
+                    environment=environment,
+                    zygote=jobs.zygote(name) if name in FORKED and not is_extended else None,
+                )
                 running[name, environment] = stack.enter_context(hosts)
                 pairs = [
                     each["pair"]

@@ -83,7 +83,7 @@ print(torch.ones(4, device=torch_xla.device()).sin())
 @pytest.mark.parametrize(("name", "environment"), [("jax", "")])
 def test_program_beside_artifacts_of_another_computes_the_same_bits(name, environment, tmp_path):
     wrong, served = [], 0
-    with Host(name, tmp_path / "host", seed=1, environment=environment) as host:
+    with Host(name, tmp_path / "host", environment=environment) as host:
         for number, pair in enumerate(
             importlib.import_module(f"compilers.wrong_hits.{name}").PAIRS
         ):
@@ -98,9 +98,9 @@ def test_program_beside_artifacts_of_another_computes_the_same_bits(name, enviro
 
 
 @pytest.mark.parametrize(("change", "hits"), [("", 1), ('echo "# another" >> "$0"', 0)])
-def test_kernel_is_not_published_if_its_assembler_changes_meanwhile(change, hits, tmp_path):
+def test_kernel_is_not_published_if_its_assembler_changes_meanwhile(change, hits, tmp_path, jobs):
     program = WITH_ASSEMBLER.replace("CHANGE", change)
-    with Host("triton", tmp_path / "host", seed=1) as host:
+    with Host("triton", tmp_path / "host", zygote=jobs.zygote("triton")) as host:
         host.run(program, tmp_path / "tier")
         assert host.run(program, tmp_path / "tier").hits == hits
 
@@ -108,11 +108,12 @@ def test_kernel_is_not_published_if_its_assembler_changes_meanwhile(change, hits
 @pytest.mark.parametrize(
     "compiler", most_extended(["jax", "pjrt", "torch_xla"], quick=["jax", "pjrt"])
 )
-def test_program_is_not_published_if_a_file_in_its_key_changes_meanwhile(compiler, tmp_path):
+def test_program_is_not_published_if_a_file_in_its_key_changes_meanwhile(compiler, tmp_path, jobs):
     """XLA may have read the file before the change or after it."""
     text = REPLACES_A_FILE[compiler]
     replacing = {each: text.replace("CONTENT", each) for each in ("one", "two")}
-    with Host(compiler, tmp_path / "host", seed=1) as host:
+    zygote = jobs.zygote("jax") if compiler == "jax" else None
+    with Host(compiler, tmp_path / "host", zygote=zygote) as host:
         tiers = {content: tmp_path / content for content in replacing}
         for content, program in replacing.items():
             host.run(program, tiers[content])
