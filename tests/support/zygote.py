@@ -26,9 +26,12 @@ import runpy
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 __all__: list[str] = []
@@ -156,6 +159,31 @@ def run_script(hook: str) -> None:
         os._exit(status)
 
 
+@contextmanager
+def exiting_at_once() -> Iterator[None]:
+    """End as Python does, but do not destroy all objects, which copies the zygote's memory."""
+    status = 0
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise  # Python ends by the signal
+    except SystemExit as exit_:
+        status = exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
+        if isinstance(exit_.code, str):
+            print(exit_.code, file=sys.stderr)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined] # joins threads
+    atexit._run_exitfuncs()
+    try:
+        sys.stdout.flush()
+    except OSError:
+        status = 120
+    sys.stderr.flush()
+    os._exit(status & 0xFF)
+
+
 if __name__ == "__main__":
     for name in sys.argv[2:]:
         module, _, function = name.partition(":")
@@ -177,9 +205,10 @@ if __name__ == "__main__":
         run_script(asked["hook"])
     if not sys.flags.safe_path:
         sys.path[0] = asked["folder"]
-    if sys.argv[0] == "-c":
-        main = sys.modules["__main__"] = types.ModuleType("__main__")
-        exec(sys.argv.pop(1), vars(main))  # a server whose modules the code changes, or a worker
-        sys.exit()
-    del sys.argv[0]
-    runpy._run_module_as_main(sys.argv[0])  # type: ignore[attr-defined] # as `python -m`
+    with exiting_at_once():
+        if sys.argv[0] == "-c":
+            main = sys.modules["__main__"] = types.ModuleType("__main__")
+            exec(sys.argv.pop(1), vars(main))  # a server with changed modules, or a worker
+        else:
+            del sys.argv[0]
+            runpy._run_module_as_main(sys.argv[0])  # type: ignore[attr-defined] # as `python -m`
