@@ -124,6 +124,33 @@ def test_threads_are_those_of_the_client_that_compiles_for_the_cpu(jax_program):
     assert printed == ["5 (now 3)", "5 (now 3)", "3"]
 
 
+def test_options_of_a_client_are_those_that_jax_gave_before_the_hook(jax_program):
+    printed = jax_program(
+        """
+        import jax
+        import xla_plugins.xla_cpu_pjrt as plugin
+        from jax._src import xla_bridge
+        from graphstash.hooks.jax.compiling import Compiling
+
+        library = plugin.__file__.replace("__init__.py", "xla_cpu_pjrt.so")
+        options = lambda: {"mine": 1}
+        xla_bridge.register_plugin("one", library_path=library, options=options)
+        jax.config.update("jax_platforms", "one")
+        jax.config.update("jax_pjrt_client_create_options", "other:text")
+        jax.devices()
+        compiling = Compiling(lambda: None, lambda *_: True, print)
+        print(compiling.present().client_options)
+        compiling.close()
+        xla_bridge._backend_factories["one"].factory = lambda: None
+        print(Compiling(lambda: None, lambda *_: True, print).present().unshareable)
+        """
+    )
+    assert printed == [
+        "mine=1 other='text'",
+        "graphstash.install() came after its client, whose options are unknown",
+    ]
+
+
 LATE = """
     import contextlib
     import os

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from graphstash.errors import CacheError
 from graphstash.hooks.pjrt import abi
 from graphstash.hooks.pjrt.api import view_of
 from graphstash.hooks.pjrt.fingerprint import Fingerprints, Topology, is_portable
@@ -121,7 +122,7 @@ def test_the_key_has_the_threads_of_the_client_that_compiles(package, monkeypatc
     )
     for client, number in ((1, "5"), (2, "7")):
         monkeypatch.setenv("NPROC", number)
-        fingerprints.add_client(client, fingerprints.observe_environment())
+        fingerprints.add_client(client, fingerprints.observe_environment(), {})
     monkeypatch.setenv("NPROC", "3")
 
     def threads_of(client):
@@ -129,7 +130,9 @@ def test_the_key_has_the_threads_of_the_client_that_compiles(package, monkeypatc
         return fingerprints.parts(args, topology)["threads"]
 
     assert [threads_of(client) for client in (1, 2)] == ["5", "7"]
-    assert threads_of(9) == "3"  # a client that started before the hook
+    assert threads_of(None) == "3"  # compiled ahead of time
+    with pytest.raises(CacheError, match="whose options are unknown"):
+        threads_of(9)  # a client that started before the hook
 
 
 def test_a_program_that_calls_back_into_its_process_is_not_shared():

@@ -188,6 +188,27 @@ def look_up():
     jax.jit(call, in_shardings=sharding, out_shardings=sharding).lower(ONES).compile()
 """
 
+_PLUGIN = """
+import xla_plugins.xla_cpu_pjrt as plugin
+from jax._src import xla_bridge
+
+library = plugin.__file__.replace("__init__.py", "xla_cpu_pjrt.so")
+xla_bridge.register_plugin("other", library_path=library, options=HERE)
+jax.config.update("jax_platforms", "other")
+"""
+
+_OPTIONS = (
+    _setting("option of a plug-in's client", _PLUGIN, "{'mine': 1}", "{'mine': 2}", only_in=""),
+    _setting(
+        "rank in the options of a plug-in's client",
+        _PLUGIN,
+        "{'mine': 1, 'node_id': 0}",
+        "lambda: {'mine': 1, 'node_id': 1}",
+        only_in="",
+        relation=Relation.EQUAL,
+    ),
+)
+
 _DEVICES = (
     _of(
         "custom call that XLA partitions by rows",
@@ -365,6 +386,7 @@ PAIRS = (
     *all_in_one_process(_FUNCTIONS),
     *_THREADS,
     *_SETTINGS,
+    *_OPTIONS,
     *all_in_one_process(_DEVICES, "custom call that XLA partitions by rows"),
     *all_in_one_process(
         _UNSHARED,

@@ -81,6 +81,13 @@ _ALL_CPUS = "os.sched_setaffinity(0, cpus)"
 _FAST = "flags('--xla_cpu_enable_fast_math=true')"
 
 
+def _options(**changed: str) -> str:
+    """Return a statement that gives the client an option of each type."""
+    given = {"list": "[1]", "number": "1", "fraction": "1.5", "text": "'text'", "yes": "True"}
+    text = ", ".join(f"'{name}': {value}" for name, value in (given | changed).items())
+    return f"jax.config.update('jax_pjrt_client_create_options', {{{text}}})"
+
+
 def _setting(name: str, *values: str, **relation: Any) -> Pair:
     """Return a pair that differs in a setting before a program."""
     return pair(
@@ -141,6 +148,13 @@ PAIRS = (
         before="from jaxlib import xla_client\n"
         "xla_client.register_custom_call_partitioner('mine', *3 * [lambda *_: HERE])",
         reason="calls a Python function",
+    ),
+    _setting("option of the client", _options(list="[1, 2]"), _options(list="[1, 3]")),
+    _setting(
+        "rank in the options of the client",
+        _options(node_id="0"),
+        _options(node_id="1"),
+        relation=Relation.EQUAL,
     ),
     _setting("flags before the client", "jax.devices()", f"{_FAST}; jax.devices()"),
     _setting(

@@ -17,11 +17,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from jax._src import cache_key, compilation_cache, compiler, distributed, xla_bridge
 from jaxlib import xla_client
 
 from graphstash._compile.request import CompileRequest
+from graphstash.hooks.client_options import options_by_jax, text_of
 from graphstash.hooks.environment import EnvironmentStates, threads, threads_of_running_client
 from graphstash.hooks.jax.smallness import is_small
 from graphstash.hooks.partitioners import Partitioners
@@ -36,8 +38,11 @@ _FUNCTION = "compile_or_get_cached"
 _WRITE = "_cache_write"
 _SERIALIZE = "_serialize_ir"
 _START_BACKEND = "_init_backend"
+_NATIVE, _CREATE_CLIENT = "_xla", "get_c_api_client"
 
 _CALLS_BACK = "it calls back into Python"
+
+_UNKNOWN_OPTIONS = "graphstash.install() came after its client, whose options are unknown"
 
 _PARTITIONED = "Python code partitions it"
 
@@ -72,6 +77,7 @@ class Program:
         unshareable: Why the key cannot describe the program, or an empty string.
         environment: Key part for earlier states of the environment variables, if they changed.
         threads: Number of the CPU client's threads.
+        client_options: Options of a plug-in's client.
         partitioned_by_rows: Custom calls that XLA partitions by rows, because this process has
             registered them for that.
         is_small: Whether the program likely compiles fast and runs in one process.
@@ -93,6 +99,7 @@ class Program:
     unshareable: str = ""
     environment: dict[str, str] = field(default_factory=dict)
     threads: str = ""
+    client_options: str = ""
     partitioned_by_rows: str = ""
     is_small: bool = False
     missed: set[str] = field(default_factory=set)
@@ -122,11 +129,13 @@ class Compiling:
         self._local = threading.local()
         self._environment = EnvironmentStates()
         self._threads = ""
+        self._options: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # by client
         self._observing = threading.Lock()  # guards `_environment` and `_threads`
         self._patches = Patches()
         self._partitioners = Partitioners(xla_client, xla_bridge)
         wrappers = [
             (xla_bridge, _START_BACKEND, self._wrap_start),
+            (getattr(xla_client, _NATIVE), _CREATE_CLIENT, self._wrap_create),
             (compiler, _FUNCTION, self._wrap),
             (compiler, _WRITE, self._wrap_write),
             (cache_key, _SERIALIZE, self._wrap_serialize),  # 0.4.31 to 0.10.2
@@ -152,6 +161,7 @@ class Compiling:
         program = _program(backend, tuple(backend.local_devices()), (), is_watched=False)
         self._observe()
         program.threads = self._threads
+        self._describe_client(program)
         return program
 
     def observe(self, program: Program) -> None:
@@ -169,6 +179,32 @@ class Compiling:
             return start_backend(*arguments, **named)
 
         return init_backend
+
+    def _wrap_create(self, create_client: Callable[..., Any]) -> Callable[..., Any]:
+        """Record the options of each plug-in's client."""
+
+        @functools.wraps(create_client)
+        def get_c_api_client(name: str, options: Any = None, *arguments: Any, **named: Any) -> Any:
+            client = create_client(name, options or {}, *arguments, **named)
+            self._options[client] = text_of(options or {})
+            return client
+
+        return get_c_api_client
+
+    def _describe_client(self, program: Program) -> None:
+        """Add the options of a program's client, which may have started before the hook."""
+        if program.is_compile_only:
+            return
+        client = program.device.client
+        if client not in self._options:
+            backends = xla_bridge._backends.items()
+            names = [name for name, each in backends if each is client and name != "cpu"]
+            options = options_by_jax(xla_bridge, names[0]) if names else {}
+            if options is None:
+                program.unshareable = program.unshareable or _UNKNOWN_OPTIONS
+                return
+            self._options[client] = text_of(options)
+        program.client_options = self._options[client]
 
     def _observe(self) -> dict[str, str]:
         """Record the state of the environment. Return the key part for earlier states, if any."""
@@ -188,6 +224,7 @@ class Compiling:
             if program is not None:
                 program.environment = self._observe()
                 program.threads = self._threads
+                self._describe_client(program)
             try:
                 return compile_program(*arguments, **named)
             finally:

@@ -12,6 +12,7 @@ and the topology (`jax._src.cache_key`). The fingerprint adds:
 - The toolkit that XLA uses for a GPU, which JAX's key omits, see `device_libraries`.
 - The contents of files that flags or options of the program name, see `named_files`.
 - The order of libtpu's flags if one is repeated.
+- The options of a plug-in's client, see `client_options`.
 - Which of the program's custom calls XLA partitions by rows, see `partitioners`.
 """
 
@@ -63,6 +64,8 @@ def request_of(jax_key: str, program: Program, *, label: str = "") -> CompileReq
     elif program.platform == "gpu":
         parts |= device_libraries.gpu_parts()
         parts["toolkit"] = device_libraries.toolkit(toolkits_in(options))
+    if program.client_options:
+        parts["client_options"] = program.client_options
     if program.partitioned_by_rows:
         parts["partitioned_by_rows"] = program.partitioned_by_rows
     label = label or function_label(jax_key.rpartition("-")[0])

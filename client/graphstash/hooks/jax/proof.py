@@ -32,7 +32,7 @@ _PARTS: Final = frozenset(
     {
         *("jax", "jaxlib", "device_kind", "environment_before"),
         *("libtpu", "libtpu_library", "megacore", "partitioned_by_rows"),
-        *("flag_files", "option_files"),
+        *("flag_files", "option_files", "client_options"),
     }
 )
 """Parts of a TPU program's fingerprint, without JAX's key."""

@@ -28,6 +28,7 @@ __all__ = [
     "Extension",
     "Function",
     "LoadArgs",
+    "NamedValue",
     "Program",
     "TableHead",
 ]
@@ -129,12 +130,25 @@ class ClientCreateArgs(ctypes.Structure):
     _fields_ = (
         *_HEAD,
         ("options", ctypes.c_void_p),
-        ("options_size", ctypes.c_size_t),
+        ("options_count", ctypes.c_size_t),
         ("get_callback", ctypes.c_void_p),
         ("get_argument", ctypes.c_void_p),
         ("put_callback", ctypes.c_void_p),
         ("put_argument", ctypes.c_void_p),
         ("client", ctypes.c_void_p),
+    )
+
+
+class NamedValue(ctypes.Structure):
+    """`PJRT_NamedValue`: an option. `value` holds a number, or the address of a text or array."""
+
+    _fields_ = (
+        *_HEAD,
+        ("name", ctypes.c_void_p),
+        ("name_size", ctypes.c_size_t),
+        ("type", ctypes.c_int),
+        ("value", ctypes.c_uint64),
+        ("value_size", ctypes.c_size_t),
     )
 
 

@@ -10,11 +10,12 @@ import hashlib
 import platform
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from graphstash.errors import CacheError, Reason
+from graphstash.hooks.client_options import text_of
 from graphstash.hooks.device_libraries import gpu_parts, toolkit
 from graphstash.hooks.environment import (
     EnvironmentStates,
@@ -61,6 +62,10 @@ _CALLBACKS: Final = tuple(
 _LATE: Final = (
     "programs with custom calls are not shared: the job may have registered how to partition "
     "them before graphstash.install(), which came after jax.devices()"
+)
+
+_UNKNOWN_OPTIONS: Final = (
+    "a program is not shared: graphstash.install() came after its client, whose options are unknown"
 )
 
 _FUNCTION: Final = re.compile(rb"\b(jit|pmap)_[A-Za-z0-9_]{1,100}")
@@ -174,15 +179,26 @@ class Fingerprints:
 
     XLA parses its flags when a framework creates the first client, and reads other variables later.
     Therefore the parts cover the environment at every client creation and compilation so far.
+
+    Args:
+        plugin: The plug-in.
+        partitioners: Returns the partitioners that JAX has registered, or None without JAX.
+        late_options: Returns the options of a client that started before the hook, or None if they
+            are unknown.
     """
 
     def __init__(
-        self, plugin: Plugin, partitioners: Callable[[], Partitioners | None] = lambda: None
+        self,
+        plugin: Plugin,
+        *,
+        partitioners: Callable[[], Partitioners | None] = lambda: None,
+        late_options: Callable[[], Mapping[str, object] | None] = lambda: None,
     ) -> None:
         self._plugin = plugin
         self._partitioners = partitioners
+        self._late_options = late_options
         self._environment = EnvironmentStates(without=_PLUGIN_SELECTORS)
-        self._threads: dict[int, str] = {}
+        self._clients: dict[int, tuple[str, str]] = {}
 
     def observe_environment(self) -> str:
         """Record the environment. Return the number of threads for which a client would compile.
@@ -192,9 +208,11 @@ class Fingerprints:
         self._environment.observe()
         return threads()
 
-    def add_client(self, client: int, number_of_threads: str) -> None:
-        """Record the number of threads for which a new client compiles."""
-        self._threads[client] = number_of_threads
+    def add_client(
+        self, client: int, number_of_threads: str, options: Mapping[str, object]
+    ) -> None:
+        """Record the number of threads for which a new client compiles, and its options."""
+        self._clients[client] = number_of_threads, text_of(options)
 
     def parts(
         self, args: ClientCompileArgs | AheadOfTimeArgs, topology: Topology
@@ -202,7 +220,7 @@ class Fingerprints:
         """Return the parts of a program's key, or None if other processes cannot run it.
 
         Raises:
-            CacheError: How the devices share the program may be unknown.
+            CacheError: How the devices share the program, or the client's options, may be unknown.
             OSError: The plug-in's file cannot be read.
         """
         program = Program.from_address(args.program)
@@ -229,16 +247,30 @@ class Fingerprints:
             "api": f"{api.major}.{api.minor}",
             "machine": platform.machine(),
         }
+        number_of_threads, client_options = self._client(args.client)
+        if client_options:
+            parts["client_options"] = client_options
         if partitioners and (by_rows := partitioners.by_rows(code)):
             parts["partitioned_by_rows"] = by_rows
         if topology.platform.lower() == "cpu":
             parts |= {"libc": libc(), "cpu_features": " ".join(cpu_features())}
-            parts["threads"] = self._threads.get(args.client) or threads()
+            parts["threads"] = number_of_threads
         if topology.platform.lower() in {"cuda", "rocm"}:
             parts |= {**gpu_parts(), "toolkit": toolkit(toolkits_in(options))}
         if topology.platform.lower() == "neuron":  # the plug-in calls a separate compiler
             parts["compiler"] = version_of("neuronx-cc") or "none"
         return parts
+
+    def _client(self, client: int | None) -> tuple[str, str]:
+        if not client:  # compiled ahead of time
+            return threads(), ""
+        known = self._clients.get(client)
+        if known is None:
+            options = self._late_options()
+            if options is None:
+                raise CacheError(Reason.UNSHAREABLE, _UNKNOWN_OPTIONS)
+            known = threads(), text_of(options)
+        return known
 
 
 def label_of(args: ClientCompileArgs | AheadOfTimeArgs) -> str:

@@ -10,7 +10,7 @@ environment, as the seam does.
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch_xla
@@ -74,6 +74,11 @@ class TorchXlaSeam:
         self._patches.undo()
         for plugin in self._intercepted:
             plugin.__dict__.pop("library_path", None)
+
+    def client_options(self) -> Mapping[str, object]:
+        """Return the options that torch_xla passes to a client of the chosen device."""
+        plugin = plugins._plugin_registry.get(str(xr.device_type()))
+        return dict(plugin.client_create_options()) if plugin is not None else {}
 
     def _intercept(self, plugin: Any) -> None:
         """Replace the plug-in's `library_path` by one that attaches the path before it returns."""

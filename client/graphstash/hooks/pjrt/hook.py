@@ -24,11 +24,12 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from graphstash._compile.cache import CompileCache
+from graphstash.hooks.client_options import options_by_jax
 from graphstash.hooks.import_hook import when_imported
 from graphstash.hooks.partitioners import Partitioners
 from graphstash.hooks.patching import Patches
@@ -108,6 +109,14 @@ class PjrtHook:
         """Return the cache. None if the hook is closed, or in a forked child without a session."""
         return self._cache if not self._closed and self._owner == os.getpid() else None
 
+    def _late_options(self) -> Mapping[str, object] | None:
+        """Return the options of a client that started before the hook, or None if unknown."""
+        xla_bridge = sys.modules.get("jax._src.xla_bridge")
+        by_jax = [each for each in getattr(xla_bridge, "_backends", ()) if each != "cpu"]
+        if self._torch_xla is not None:
+            return None if by_jax else self._torch_xla.client_options()
+        return options_by_jax(xla_bridge, by_jax[0]) if len(by_jax) == 1 else None
+
     def _follow(self, framework: str, action: Callable[[], None]) -> None:
         """Call `action` after the framework's import: at once if it is already imported."""
         guarded = partial(self._guarded, framework, action)
@@ -183,7 +192,10 @@ class PjrtHook:
 
                 try:
                     interceptor = Interceptor(
-                        plugin, self._cache_now, partitioners=lambda: self._partitioners
+                        plugin,
+                        self._cache_now,
+                        partitioners=lambda: self._partitioners,
+                        late_options=self._late_options,
                     )
                 except OSError as error:
                     _log.warning("graphstash: %s is not shared: %s", plugin.path, error)

@@ -10,7 +10,7 @@ If the hook fails, the plug-in's own function runs.
 
 import ctypes
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final, TypeVar
@@ -29,6 +29,7 @@ from graphstash.hooks.pjrt.abi import (
 )
 from graphstash.hooks.pjrt.api import FUNCTION_TYPE, Api
 from graphstash.hooks.pjrt.call import AheadOfTimeCall, Call, ClientCall, Experience, Original
+from graphstash.hooks.pjrt.client_options import client_options
 from graphstash.hooks.pjrt.fingerprint import TOPOLOGY_FUNCTIONS, Fingerprints
 from graphstash.hooks.pjrt.plugins import Plugin, is_writable
 
@@ -50,7 +51,7 @@ class Interceptor:
     """Owns the patches of the table of a plug-in, which has every function that `ClientCall` uses.
 
     `cache_now` returns the cache of this process, or None if it has none at the moment.
-    `partitioners` returns the partitioners that JAX has registered, or None without JAX.
+    For `partitioners` and `late_options`, see `Fingerprints`.
 
     Raises:
         OSError: The kernel refuses a write to the table, here or in `close`.
@@ -62,11 +63,14 @@ class Interceptor:
         cache_now: Callable[[], CompileCache | None],
         *,
         partitioners: Callable[[], Partitioners | None] = lambda: None,
+        late_options: Callable[[], Mapping[str, object] | None] = lambda: None,
     ) -> None:
         self._plugin = plugin
         self._cache_now = cache_now
         self._experience = Experience()
-        self._fingerprints = Fingerprints(plugin, partitioners)
+        self._fingerprints = Fingerprints(
+            plugin, partitioners=partitioners, late_options=late_options
+        )
         api = plugin.api
         self._compile = api.function(Function.CLIENT_COMPILE)
         stand_ins = {Function.CLIENT_COMPILE: self._client_compile}
@@ -99,9 +103,10 @@ class Interceptor:
 
         shield = Shield(self._failed)
         count = shield.attempt(self._fingerprints.observe_environment)
+        options = shield.attempt(lambda: client_options(args))
         error = shield.repeat_until_done(create)
-        if count is not None and args.client:
-            self._fingerprints.add_client(args.client, count)
+        if count is not None and options is not None and args.client:
+            self._fingerprints.add_client(args.client, count, options)
         shield.close(sys._getframe())
         return error
 

@@ -25,8 +25,10 @@ from typing import Final
 import torch
 import torch_xla
 import torch_xla.runtime as xr
+from torch_xla.experimental import plugins
 
 from graphstash._compile.request import CompileRequest
+from graphstash.hooks.client_options import text_of
 from graphstash.hooks.device_libraries import gpu_parts, libtpu, toolkit
 from graphstash.hooks.environment import (
     EnvironmentStates,
@@ -139,9 +141,16 @@ def _process_parts() -> dict[str, str]:
         "spmd": read_part(xr.is_spmd),
         "auto_sharding": read_part(torch_xla._XLAC._xla_get_auto_sharding),
         "machine": platform.machine(),
+        "client_options": read_part(_client_options),
         "libc": libc(),
         "cpu_features": read_part(lambda: " ".join(cpu_features())),
     }
+
+
+def _client_options() -> str:
+    """Return the options that torch_xla passes to the client of a plug-in."""
+    plugin = plugins._plugin_registry.get(xr.device_type())
+    return text_of(plugin.client_create_options()) if plugin is not None else ""
 
 
 def _library_hash() -> str:
