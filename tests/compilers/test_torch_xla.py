@@ -145,6 +145,53 @@ class TestTorchXla(HookContract):
         assert outcome.stats["misses"] + sum(outcome.stats["fallbacks"].values()) >= 2
 
 
+CHANGED = """
+    import os
+    import torch, torch_xla, torch_xla.core.xla_model as xm
+    import graphstash
+    from graphstash.hooks.torch_xla.hint import HintMode
+
+    guarded = HintMode._guarded
+
+    def change_after_the_look_up(mode, work, *arguments):
+        answer = guarded(mode, work, *arguments)
+        if work.__name__.startswith("_before"):
+            CHANGE
+        return answer
+
+    HintMode._guarded = change_after_the_look_up
+    session = graphstash.install()
+    os.environ["XLA_MINE"] = "1"
+    x = torch.ones(2, device=xm.xla_device())
+    STEP
+    print(session.stats().fallbacks)
+    """
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "pass",
+        "torch_xla._XLAC._xla_set_mat_mul_precision('highest')",
+        "os.environ['XLA_MINE'] = ''",
+    ],
+)
+@pytest.mark.parametrize(
+    "step",
+    [
+        "y = x + 1; xm.mark_step()",
+        pytest.param(
+            "torch.compile(lambda x: x + 1, backend='openxla')(x)", marks=pytest.mark.extended
+        ),
+    ],
+)
+def test_graph_in_hint_mode_is_not_shared_if_its_key_changes_meanwhile(start_program, step, change):
+    program = CHANGED.replace("STEP", step).replace("CHANGE", change)
+    options = {"under": "fork", "hooks": "torch_xla", "url": "none", "torch_xla_mode": "hint"}
+    (printed,) = start_program(program, **options).finish().report
+    assert printed.startswith("{}" if change == "pass" else "{'unshareable': ")
+
+
 def test_hint_whose_files_cannot_be_listed_is_abandoned(start_program):
     program = """
         import torch, torch_xla, torch_xla.core.xla_model as xm

@@ -46,6 +46,9 @@ __all__ = ["Fingerprints"]
 _PRECISION: Final = "_ZN9torch_xla10XlaHelpers19s_mat_mul_precisionE"
 """`torch_xla::XlaHelpers::s_mat_mul_precision`, an `xla::PrecisionConfig::Precision`."""
 
+_NAMED_FILES: Final = frozenset({"flag_files", "xla_flag_file"})
+"""Parts of the environment that change without a change of a variable."""
+
 _PRECISIONS: Final = ("default", "high", "highest")
 """Names of the values of `xla::PrecisionConfig::Precision`."""
 
@@ -67,14 +70,31 @@ class Fingerprints:
         self._process_parts: Mapping[str, str] | None = None
         self._device_type: DeviceType | None = None
         self._environment = EnvironmentStates()
+        self._has_changed = True  # since `moment` observed the environment
         self.observe_environment()
         # torch_xla 2.7 has a setter but no getter in Python. The library exports the variable.
         self._precision = ctypes.c_int.in_dll(ctypes.CDLL(torch_xla._XLAC.__file__), _PRECISION)
 
     def observe_environment(self) -> None:
-        """Record the environment variables. Call it before each change of one, and at look-ups."""
+        """Record the environment variables. Call it at look-ups."""
         has_started = torch_xla._XLAC._xla_runtime_is_initialized()
         self._environment.observe(has_started=has_started)
+
+    def before_change(self) -> None:
+        """Record the environment variables. Call it before each change of one."""
+        self.observe_environment()
+        self._has_changed = True
+
+    def moment(self, *, observe: bool = False) -> object:
+        """Return a value that differs after a change of what a compilation reads. It takes a few
+        microseconds, unless it has to observe the environment or files that flags name.
+        """
+        known = self._environment.parts()
+        if observe or self._has_changed or not _NAMED_FILES.isdisjoint(known):
+            self._has_changed = False
+            self.observe_environment()
+            known = self._environment.parts()
+        return known, self._precision.value
 
     def request(self, name: str) -> CompileRequest:
         """Return the request for the graph that torch_xla calls `name`."""

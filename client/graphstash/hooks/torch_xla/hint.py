@@ -51,6 +51,7 @@ class _Pending:
     compilation: InFlightCompile | None
     name: str = ""
     changed_at: int = 0
+    moment: object = None
 
 
 class HintMode:
@@ -128,17 +129,26 @@ class HintMode:
         if request is None:
             return None
         compilation = self._cache.fetch_or_start(request, self._directory / name)
-        return None if compilation is None else _Pending(compilation, name=name)
+        if compilation is None:
+            return None
+        with _abandoning(compilation):
+            return _Pending(compilation, name=name, moment=self._fingerprints.moment())
 
     def _after_dynamo(self, pending: _Pending, seconds: float) -> None:
-        if pending.compilation is not None:
-            self._publish(pending.name, pending.compilation, seconds)
+        if (compilation := pending.compilation) is None:
+            return
+        with _abandoning(compilation):
+            if self._has_changed_since(pending, compilation.request):
+                compilation.abandon()
+                return
+        self._publish(pending.name, compilation, seconds)
 
     def _before_lazy(self, _args: tuple[Any, ...]) -> _Pending:
         may_predict = self._quiet_steps < _SETTLED_STEPS and not self._fingerprints.unshared()
         hint = self._fetch_hinted() if may_predict else None
         with _abandoning(hint):
-            return _Pending(hint, changed_at=self._changed_at())
+            moment = self._fingerprints.moment()
+            return _Pending(hint, changed_at=self._changed_at(), moment=moment)
 
     def _after_lazy(self, pending: _Pending, seconds: float) -> None:
         with _abandoning(pending.compilation):
@@ -147,7 +157,7 @@ class HintMode:
                 self._known.add(name)
                 self._quiet_steps = 0
                 request = self._shared(name)
-                if request is not None:
+                if request is not None and not self._has_changed_since(pending, request):
                     self._cache.counters.miss(request.key)
                     self._publish(name, self._cache.begin(request), seconds)
         self._quiet_steps += 1
@@ -183,6 +193,14 @@ class HintMode:
             self._cache.refuse(request, reason)
             return None
         return request
+
+    def _has_changed_since(self, pending: _Pending, request: CompileRequest) -> bool:
+        """Return whether the compiler may have read other values than the key contains."""
+        has_changed = self._fingerprints.moment(observe=True) != pending.moment
+        if has_changed:
+            why = "a graph is not shared: its key changed while torch_xla compiled it"
+            self._cache.note_unshared(request, why)
+        return has_changed
 
     def _changed_at(self) -> int:
         """Return the directory's mtime in ns, which changes when a file is created or removed."""

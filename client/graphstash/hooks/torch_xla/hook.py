@@ -148,7 +148,7 @@ class TorchXlaHook:
 
         def changing(*args: Any) -> None:
             try:
-                self._fingerprints.observe_environment()
+                self._fingerprints.before_change()
             except Exception as error:  # noqa: BLE001 - the hook's outermost frame
                 _log.debug("a state of the environment was not observed: %r", error)
             change(*args)
