@@ -12,7 +12,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any, Final
 
-__all__ = ["before_first_package", "is_imported", "when_imported"]
+__all__ = ["after_import", "before_first_package", "is_imported", "when_imported"]
 
 _NO_COMPILERS: Final = sys.stdlib_module_names | {"sitecustomize", "usercustomize", "graphstash"}
 """Top-level modules that do not import a compiler."""
@@ -38,6 +38,14 @@ def when_imported(
     elif type(spec := sys.modules[module].__spec__) in (ModuleSpec, _ExecutingSpec):
         spec.__class__ = _ExecutingSpec
         spec.__dict__.setdefault("_actions", []).append(action)
+
+
+def after_import(module: str, action: Callable[[], None]) -> None:
+    """Call `action` now if `module` has been imported, otherwise like `when_imported`."""
+    if is_imported(module):
+        _run_logged(action)
+    else:
+        when_imported(module, action)
 
 
 def before_first_package(action: Callable[[], None]) -> None:

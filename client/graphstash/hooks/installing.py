@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Final, cast
 
-from graphstash.hooks.import_hook import is_imported, when_imported
+from graphstash.hooks.import_hook import after_import, is_imported, when_imported
 
 if TYPE_CHECKING:
     from graphstash._compile.cache import CompileCache
@@ -36,6 +36,12 @@ def install(name: str, cache: "CompileCache") -> "Hook | None":
     return cast("Hook | None", load(spec.install)(cache))
 
 
+def _call(function: str) -> None:
+    from graphstash.hooks.spec import load
+
+    load(function)()
+
+
 def install_when_needed(
     specs: Iterable["HookSpec"],
     action: Callable[[str], None],
@@ -47,6 +53,8 @@ def install_when_needed(
     `begun(hook name)` is called when such an import begins.
     """
     for spec in specs:
+        for module, observe in spec.observers:
+            after_import(module, partial(_call, observe))
         if any(map(is_imported, spec.modules)):
             action(spec.name)
         else:

@@ -91,6 +91,8 @@ class HookSpec(NamedTuple):
         distributions: distributions that contain the compiler. The hook is needed if one of them is
             installed.
         runtimes: further distributions whose versions change what is compiled.
+        observers: modules, each with a function (without arguments) to call after its import, which
+            may come long before that of `modules`.
         tested: supported versions. None if no installed distribution has the compiler's version.
         requirement: argument of `pip install` that installs a supported version of the compiler.
         settings: settings that the hook reads, in lower case without the prefix `GRAPHSTASH_`.
@@ -106,6 +108,7 @@ class HookSpec(NamedTuple):
     kinds: tuple[str, ...]
     distributions: tuple[str, ...]
     runtimes: tuple[str, ...] = ()
+    observers: tuple[tuple[str, str], ...] = ()
     tested: TestedVersions | None = None
     requirement: str = ""
     settings: tuple[str, ...] = ()

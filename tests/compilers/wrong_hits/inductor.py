@@ -524,6 +524,85 @@ _CODE = (
     pair("graph pass under the same identity", _PASS, "None", "graph"),
 )
 
+_RECORD = """
+from graphstash.hooks.inductor import recorded
+
+recorded.record()
+"""
+
+_CONSTANT = ("twice(x)", "twice(torch.tensor(2.0))")
+
+_RECORDED = (
+    *(
+        pair(f"recorded {name}", f"{_RECORD}{text}", "zeros_like", "ones_like")
+        for name, text in (
+            ("composite operation", _REGISTERED.replace('"KEY"', '""')),
+            *(
+                (f"{key} kernel", _REGISTERED.replace("KEY", key))
+                for key in ("CompositeExplicitAutograd", "Meta")
+            ),
+            (
+                "Autograd kernel",
+                _REGISTERED.replace(
+                    "torch.compile",
+                    "library._register_fake('twice', torch.empty_like)\ntorch.compile",
+                ).replace("KEY", "Autograd"),
+            ),
+            (
+                "CPU kernel that a compilation executes for a constant",
+                _WITH_FAKE.replace(*_CONSTANT),
+            ),
+            (
+                "CPU kernel that another CPU kernel calls during the compilation",
+                _WITH_FAKE.replace(*_CONSTANT)
+                .replace("lambda x: torch.HERE(x)", "lambda x: torch.ops.pairs.once(x)")
+                .replace(
+                    "library._reg",
+                    'library.define("once(Tensor x) -> Tensor")\n'
+                    'library._register_fake("once", torch.empty_like)\n'
+                    'library.impl("once", lambda x: torch.HERE(x), "CPU")\nlibrary._reg',
+                ),
+            ),
+        )
+    ),
+    pair(
+        "recorded kernel for a device that an executable calls by name",
+        f"{_RECORD}{_WITH_FAKE}",
+        "zeros_like",
+        "ones_like",
+        relation=Relation.EQUAL,
+    ),
+    pair(
+        "key set that a recorded kernel gets",
+        _RECORD
+        + _WITH_FAKE.replace(*_CONSTANT).replace(
+            'x: torch.HERE(x), "CPU"', '*given: given[-1] * 2, "CPU", with_keyset=HERE'
+        ),
+        *OFF_AND_ON,
+    ),
+    pair(
+        "kernel from before the recording",
+        _REGISTERED.replace("KEY", "Meta").replace("torch.compile", f"{_RECORD}torch.compile"),
+        "zeros_like",
+        "ones_like",
+        reason="the Meta kernel of pairs::twice",
+    ),
+    pair(
+        "recorded kernel in a library that was destroyed",
+        _RECORD
+        + _REGISTERED.replace("KEY", "Meta")
+        .replace(
+            "torch.compile",
+            "other = torch.library.Library('pairs', 'IMPL')\n"
+            "other.impl('twice', lambda x: x * HERE, 'CPU')\nother._destroy()\ntorch.compile",
+        )
+        .replace("torch.HERE", "torch.empty_like"),
+        "2",
+        "3",
+        relation=Relation.EQUAL,
+    ),
+)
+
 _UNSHARED = (
     pair(
         "composite operation in Python",
@@ -1852,6 +1931,7 @@ PAIRS = with_extended(
         *_AROUND_CODE,
         *_NEWEST,
         *_SEEN_BEFORE,
+        *_RECORDED,
         *_UNSHARED,
         *_REFUSED_CODE,
         *_SWITCHES,

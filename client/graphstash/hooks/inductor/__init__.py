@@ -12,6 +12,7 @@ SPEC: Final = HookSpec(
     "remote caches omit",
     tested_with="2.7.0, 2.15.0",
     modules=("torch._inductor.compile_fx",),
+    observers=(("torch", "graphstash.hooks.inductor.recorded:record"),),
     install="graphstash.hooks.inductor.hook:install",
     kinds=("inductor", "aot_autograd", "autotune"),
     distributions=("torch",),

@@ -9,6 +9,7 @@ torch's own lowerings and decompositions. A graph with code that has no descript
 
 import ctypes
 import hashlib
+import re
 from collections.abc import Iterable, Iterator
 from functools import cache, cached_property
 from math import prod
@@ -50,6 +51,7 @@ from graphstash.hooks.inductor.kernels import (
 )
 from graphstash.hooks.inductor.libraries import libraries, needed_by
 from graphstash.hooks.inductor.origins import is_torchs, is_torchs_namespace
+from graphstash.hooks.inductor.recorded import Kernel, kernels_by_library
 from graphstash.hooks.inductor.registries import (
     OF_USER,
     compilers_of,
@@ -386,7 +388,13 @@ def _operations(describer: _Describer) -> Iterator[str]:
         read = () if describer.names is None else members_of_program(describer.names)
         members = [(place, value) for place, value in read if place not in described]
         if not operations and not members:
-            break
+            kernels = {label: each for label, each in _needed(describer) if label not in described}
+            described.update(kernels)
+            for label, kernel in kernels.items():
+                text = describer.registered(kernel.function)
+                yield f"{label}={text} {kernel.with_keyset}"
+            if not kernels:
+                break
         described.update(operations, (place for place, _ in members))
         for name in operations:
             yield _operation(describer, describer.operations[name], name)
@@ -395,10 +403,14 @@ def _operations(describer: _Describer) -> Iterator[str]:
                 yield f"{place}={describer.describe(value)}"
             except UndescribableError as error:
                 raise UndescribableError(f"{place}: {error}") from error
-    for name, operation in describer.operations.items():  # now `executed` has all names
+
+
+def _needed(describer: _Describer) -> Iterator[tuple[str, Kernel]]:
+    """Yield the kernels on which a compilation depends, of the operations recorded so far."""
+    for name, operation in describer.operations.items():
         if isinstance(operation, OpOverloadPacket):
             is_executed = describer.executes_all or name in describer.executed
-            _check_kernels(operation, is_executed=is_executed)
+            yield from _kernels(operation, is_executed=is_executed)
 
 
 def _relations(inputs: list[Any]) -> Iterator[str]:
@@ -689,12 +701,13 @@ def _definition(describer: _Describer, definition: CustomOpDef) -> Iterator[str]
             yield f"{name}={describer.describe(value)}"
 
 
-def _check_kernels(packet: OpOverloadPacket, *, is_executed: bool) -> None:
-    """Refuse an operation with a Python kernel that torch has no means to look up.
+def _kernels(packet: OpOverloadPacket, *, is_executed: bool) -> Iterator[tuple[str, Kernel]]:
+    """Yield the labeled Python kernels of an operation that torch has no means to look up.
 
-    Only the kernels of a `CustomOpDef` and fake kernels can be looked up. Since 2.8, a library may
-    replace them; the dispatcher then lists the replaced kernel as inactive. It also does if a
-    `CustomOpDef` replaces its own kernel, which is allowed: both come from one place in torch.
+    torch gives back only the kernels of a `CustomOpDef` and fake kernels. `recorded` has others, if
+    their number is what the dispatcher lists. Since 2.8, a library may replace kernels. The
+    dispatcher then lists the replaced kernel as inactive. It also does if a `CustomOpDef` replaces
+    its own kernel, which is allowed: both come from one place in torch.
 
     An executable calls an operation's kernel for a device by the operation's name. A compilation
     does not depend on such a kernel if there is a fake one and the compilation does not execute it:
@@ -702,7 +715,7 @@ def _check_kernels(packet: OpOverloadPacket, *, is_executed: bool) -> None:
     a pass of the user that folds constants.
 
     Raises:
-        UndescribableError: the operation has such a kernel.
+        UndescribableError: the operation has such a kernel, which was not recorded.
     """
     definition = custom_ops.OPDEFS.get(str(packet._qualified_op_name))
     for each in packet.overloads():
@@ -714,9 +727,15 @@ def _check_kernels(packet: OpOverloadPacket, *, is_executed: bool) -> None:
         may_run |= overload.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
         if has_fake and not may_run:
             keys = [key for key in keys if key not in _DEVICES]
-        if keys:
+        for key in sorted(set(keys)):
             name = overload.name()
-            raise UndescribableError(f"torch does not give back the {min(keys)} kernel of {name}")
+            kernels = kernels_by_library(name, key)
+            listed = torch._C._dispatch_dump(name).splitlines()
+            count = sum(re.match(rf"{key}\b", line) is not None for line in listed)
+            if len(kernels) != count or (key == "Meta" and fakes_of(name)):
+                raise UndescribableError(f"torch does not give back the {key} kernel of {name}")
+            for number, kernel in enumerate(kernels):
+                yield f"{name} {key} {number}", kernel
 
 
 def _unknown_kernels(operation: OpOverload, definition: CustomOpDef | None) -> list[str]:
@@ -729,7 +748,11 @@ def _unknown_kernels(operation: OpOverload, definition: CustomOpDef | None) -> l
     known.discard(f"{place}Meta")
     if fakes == sum(line.startswith("Meta") for line in listed):
         known.add(f"{place}Meta")
-    keys = [each.removeprefix(place) for each in library._impls - known if each.startswith(place)]
+    keys = [
+        each.removeprefix(place) or "CompositeImplicitAutograd"
+        for each in library._impls - known
+        if each.startswith(place)
+    ]
     found = [line.partition(" :: ")[0].partition(": ") for line in listed]
     places = {label: where for label, _, where in found}
     for label, _, where in found:
@@ -742,7 +765,12 @@ def _unknown_kernels(operation: OpOverload, definition: CustomOpDef | None) -> l
 
 def _has_fake(operation: OpOverload) -> bool:
     """Return whether torch traces an operation without a kernel for a device."""
-    return bool(fakes_of(operation.name())) or can_generate_trivial_fake_impl(operation)
+    name = operation.name()
+    return bool(
+        fakes_of(name)
+        or kernels_by_library(name, "Meta")
+        or can_generate_trivial_fake_impl(operation)
+    )
 
 
 def _executes_all() -> bool:
