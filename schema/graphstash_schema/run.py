@@ -1,7 +1,8 @@
-"""Run: what the cache did for one run of a job. Each process reports its part when it ends.
+"""Run: what the cache did for one run of a job.
 
-A run is either all processes that one `graphstash run` started, or a single process that installed
-the cache. A repeated report of a process replaces the earlier one.
+Each process reports its part some time after its last program, and when it ends. A repeated
+report replaces the earlier one. A run is either all processes that one `graphstash run` started, or
+a single process that installed the cache.
 """
 
 import re
@@ -105,7 +106,7 @@ class RunMiss(RequestModel):
 
 
 class RunReport(RequestModel):
-    """Report of one process at its end."""
+    """Report of one process so far."""
 
     job: ManifestName | None = Field(default=None, description="the job that this is a run of")
     program: Line = Field(default="", description="the script's name, without its arguments")

@@ -1,4 +1,4 @@
-"""The report that an exiting process sends to the server, as recorded on the wire."""
+"""The reports that a process sends to the server, as recorded on the wire."""
 
 import json
 import re
@@ -10,14 +10,15 @@ from urllib.parse import parse_qsl, urlsplit
 import httpx
 import pytest
 
+from graphstash._process.run_record import read_last_run
 from graphstash._process.run_report import fitting
 from graphstash_schema.run import MAX_RUN_BYTES, MAX_RUN_MISSES, RunMiss, RunReport, RunTimes
 from support.build_job import BUILD
 from support.host import key
 from support.hostile import Middlebox
 from support.http_server import Answer
-from support.processes import graphstash
-from support.waiting import variables_of
+from support.processes import graphstash, started
+from support.waiting import until, variables_of
 
 JOB = (
     BUILD
@@ -127,6 +128,42 @@ def test_report_tells_when_first_step_of_training_loop_and_last_program_were_rea
     listed = httpx.get(url, params={"job": "mine"}, timeout=30).json()["runs"]
     reported = [(each["first_step_seconds"], each["last_program_seconds"]) for each in listed]
     assert reported == [tuple(each.model_dump().values()) for each in reversed(times)]
+
+
+IMPATIENT = (
+    """
+from graphstash._process import settled
+settled._QUIET_SECONDS = settled._MAX_QUIET_SECONDS = 0.1
+"""
+    + BUILD
+    + "for line in sys.stdin: build(int(line))"
+)
+
+
+def test_process_that_is_killed_has_reported_and_recorded_what_it_compiled(config, recorder):
+    """Servers and preempted jobs end by a signal, so nothing of theirs runs at exit."""
+    settings = config(url=recorder.url)
+
+    def reported():
+        answer = httpx.get(f"{recorder.url}/v1/{settings.namespace}/runs", timeout=60)
+        return [
+            sum(count.get("misses", 0) for count in run["counts"]) for run in answer.json()["runs"]
+        ]
+
+    with started(IMPATIENT, **variables_of(settings), GRAPHSTASH_JOB="mine") as process:
+        for number in (1, 2):
+            process.stdin.write(f"{number}\n")
+            process.stdin.flush()
+            until(lambda number=number: reported() == [number])
+        process.kill()
+
+    (record,) = read_last_run(settings.cache_dir)
+    assert record.stats.misses == 2
+    of_namespace = f"{recorder.url}/v1/{settings.namespace}"
+    manifest = httpx.get(f"{of_namespace}/manifests/mine", timeout=60).json()
+    assert [entry["runs"] for entry in manifest["entries"]] == [1, 1]
+    listed = httpx.get(f"{of_namespace}/artifacts", timeout=60).json()["artifacts"]
+    assert [each["label"] for each in listed] == 2 * ["jit(step)"]
 
 
 @pytest.mark.parametrize("is_used", [True, False])

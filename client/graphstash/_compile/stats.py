@@ -3,7 +3,7 @@
 import dataclasses
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from html import escape
 from time import monotonic
@@ -170,9 +170,11 @@ class Counters:
     Attributes:
         first_step_at: `time.monotonic` after the first step of the training loop, or None.
         last_program_at: `time.monotonic` after the last hit or compilation, or None.
+        program_ready: called after each hit and compilation. Must return at once.
     """
 
     def __init__(self) -> None:
+        self.program_ready: Callable[[], None] = lambda: None
         self.first_step_at: float | None = None
         self.last_program_at: float | None = None
         self._lock = threading.RLock()  # guards the fields below, also against signal handlers
@@ -194,6 +196,7 @@ class Counters:
             self._count(key, **{f"hits_{source}": 1}, saved_compile_seconds=compile_seconds)
             self.last_program_at = ended = monotonic()
             self._saved.hit(began, ended, compile_seconds=compile_seconds)
+        self.program_ready()
 
     def miss(self, key: "ArtifactKey") -> None:
         with self._lock:
@@ -210,6 +213,7 @@ class Counters:
             self._count(key, compile_seconds=seconds)
             self.last_program_at = ended = monotonic()
             self._saved.compiled(ended, seconds=seconds)
+        self.program_ready()
 
     def step(self) -> None:
         """Record the time of a step, if it is the first one."""

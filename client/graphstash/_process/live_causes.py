@@ -70,6 +70,10 @@ class LiveCauses:
         if next(self._added[is_small, is_failure]) <= self._most[is_small]:
             self._executor.submit(lambda: self._explain(miss))
 
+    def found(self) -> dict[ArtifactKey, Cause]:
+        """Return the causes found so far."""
+        return self._causes.copy()
+
     def end(self, timeout_seconds: float) -> dict[ArtifactKey, Cause]:
         """Return the causes found so far. Wait until the timeout for those of running requests."""
         is_idle = self._executor.drain(timeout_seconds)
@@ -81,7 +85,7 @@ class LiveCauses:
             more = sum(next(each) - 1 for each in self._added.values()) - self._logged
         if logs and more:
             _log.warning("graphstash: missed %s more, not logged", plural(more, "program"))
-        return dict(self._causes)
+        return self.found()
 
     def _explain(self, miss: Miss) -> None:
         from graphstash._compile.explaining import Explainer, label_of

@@ -1,4 +1,4 @@
-"""The report that a process sends to the server when it ends: counts and longest misses."""
+"""The report of a process to the server: counts and longest misses."""
 
 import os
 import re

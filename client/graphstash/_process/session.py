@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any, Final
 from graphstash._compile.stats import Counters, Stats
 from graphstash._executor import BoundedExecutor
 from graphstash._forking import forkable, unforked
-from graphstash._process.exit_report import ExitReport, print_to_stderr
 from graphstash._process.notices import log_once, notices
+from graphstash._process.process_report import ProcessReport, print_to_stderr
 from graphstash._process.run_name import command_of_run, started_at, this_run
+from graphstash._process.settled import Settled
 from graphstash.config import ClientConfig
 from graphstash.errors import CacheError, ConfigError, Reason
 from graphstash.hooks import installing
@@ -88,6 +89,8 @@ class Session:
         self._prefetcher = BoundedExecutor(
             "graphstash-prefetch", workers=1, capacity=1, delays_forks=True
         )
+        self._settled = Settled(self._counters, self._report_so_far)
+        self._remembered = 0  # artifacts in `cache.used` that the manifests list
         self._late_uploads: LateUploads | None = None
         self._live_causes: LiveCauses | None = None
         self._hooks: dict[str, Hook | None] = {}
@@ -139,7 +142,7 @@ class Session:
 
     @property
     def _manifests(self) -> tuple[ManifestName, ...]:
-        """Manifests to update at exit. The first that exists lists the artifacts to prefetch."""
+        """Manifests to update. The first that exists lists the artifacts to prefetch."""
         if self.config.job is not None:
             return (self.config.job,)
         return self._own_names if self.config.prefetch_limit else ()
@@ -203,6 +206,7 @@ class Session:
         if self._cache is not None:
             self._cache.publisher = publisher  # a closed publisher releases each lease at once
             self._cache.log.added = lambda _: None
+        self._counters.program_ready = lambda: None
 
     def take_over(self, parent: "Session") -> None:
         """Take over the parent's hooks in a forked child."""
@@ -258,8 +262,8 @@ class Session:
         self._publisher.close()
         if self._cache is not None:
             self._cache.abandon_all()
-            self._cache.log.send(self._cache.stash.server)
-        self._remember()
+        self._settled.end(max(0.0, until - time.monotonic()))
+        self._describe()
         self._prefetcher.drain(_MANIFEST_SECONDS)
         self._prefetcher.close()
         if self._late_uploads is not None:
@@ -271,7 +275,18 @@ class Session:
             left = max(0.0, until - time.monotonic())
             with suppress(OSError):
                 known = self._live_causes.end(min(self.config.first_byte_seconds / 2, left))
-        report = ExitReport(
+        explains_all = explain or self.config.explain is True
+        self._new_report().send(known, explains_all=explains_all, until=until)
+
+    def _report_so_far(self) -> None:
+        """Leave what later runs and commands need of this process, in case it is killed."""
+        self._wait_for_uploads()
+        self._describe()
+        known = {} if self._live_causes is None else self._live_causes.found()
+        self._new_report().save(known)
+
+    def _new_report(self) -> ProcessReport:
+        return ProcessReport(
             config=self.config,
             run=self.run,
             started_at=self._started_at,
@@ -280,7 +295,6 @@ class Session:
             cache=self._cache,
             hooks=self.hooks_in_place,
         )
-        report.send(known, explains_all=explain or self.config.explain is True, until=until)
 
     def _end_traces(self, until: float) -> None:
         """Send the last spans, for at most `_TRACES_SECONDS`, and not after `until`."""
@@ -346,14 +360,22 @@ class Session:
         with forkable():
             self._publisher.drain(self.config.drain_seconds)
 
-    def _remember(self) -> None:
-        """Add the artifacts that this process used to the job's manifests."""
+    def _describe(self) -> None:
+        """Send the descriptions of what this process published since the last call, and add what it
+        used since then to the job's manifests.
+        """
         cache = self._cache
-        if cache is None or not cache.used or cache.stash.server.is_read_only:
+        if cache is None:
             return
-        with suppress(CacheError, OSError):
-            for name in self._manifests:
-                cache.stash.server.update_manifest(name, cache.used)
+        cache.log.send(cache.stash.server)
+        if cache.stash.server.is_read_only:
+            return
+        used = cache.used
+        if added := used[self._remembered :]:
+            with suppress(CacheError, OSError):
+                for name in self._manifests:
+                    cache.stash.server.update_manifest(name, added)
+                self._remembered = len(used)
 
 
 _lock = threading.RLock()  # guards `_current`; reentrant because a hook's import may install

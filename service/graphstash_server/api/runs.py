@@ -41,7 +41,7 @@ def _hidden(request: Request) -> ServerError:
     refuses=[*KEY_ERRORS, ErrorCode.CONFLICT, ErrorCode.INSUFFICIENT_STORAGE],
 )
 async def put_report(call: NamespaceCall) -> Response:
-    """Store the report of one process of a run at its end. Any caller that may read the namespace
+    """Store the report of one process of a run so far. Any caller that may read the namespace
     may report. A run belongs to its first reporter.
     """
     words = call.request.path_params

@@ -421,7 +421,7 @@ runs = Table(
     Index(None, "writer", "reported_at", "size_bytes"),
     Index(None, "reported_at"),
 )
-"""One row per client process, which reports at its end. Rows are deleted by age. If a caller or
+"""One row per client process: its last report. Rows are deleted by age. If a caller or
 namespace exceeds its limit, whole runs are deleted."""
 
 tokens = Table(

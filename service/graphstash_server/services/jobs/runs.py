@@ -1,4 +1,4 @@
-"""RunService: stores the reports that processes send at their end, and sums them up per run.
+"""RunService: stores the reports of processes, and sums them up per run.
 
 Any caller that may read a namespace may report to it, once something was stored in it. So each
 caller has a limit over all namespaces, and each namespace has a limit.

@@ -1,4 +1,4 @@
-"""ExitReport: what a process tells its user, later commands on this host and the server at exit."""
+"""ProcessReport: what a process tells its user, later commands on this host and the server."""
 
 import json
 import logging
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from graphstash._compile.misses import Miss
     from graphstash_schema import ArtifactKey
 
-__all__ = ["ExitReport", "print_to_stderr"]
+__all__ = ["ProcessReport", "print_to_stderr"]
 
 _log = logging.getLogger("graphstash")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExitReport:
+class ProcessReport:
     """Report of one process. Its methods only log their failures.
 
     Attributes:
@@ -49,10 +49,15 @@ class ExitReport:
     cache: "CompileCache | None"
     hooks: Mapping[str, bool]
 
+    def save(self, known: "Mapping[ArtifactKey, Cause]") -> None:
+        """Write the record and report the run so far, with the causes that the server has named."""
+        self._record()
+        self._report(self._explain(known, asked=False))
+
     def send(
         self, known: "Mapping[ArtifactKey, Cause]", *, explains_all: bool, until: float
     ) -> None:
-        """Print the summary, write the record, explain the misses and report the run.
+        """At exit: print the summary, write the record, explain the misses and report the run.
 
         Args:
             known: causes that the server has named.
