@@ -25,7 +25,7 @@ from graphstash_schema.names import LIST_START, ListPosition
 from graphstash_schema.region import Publisher
 from graphstash_schema.withdrawals import WithdrawalQuery
 from graphstash_server.db.queries.upstream import find_earlier, put_position
-from graphstash_server.errors import ServerError
+from graphstash_server.errors import DigestMismatchError, ServerError
 from graphstash_server.keys import StoredKey
 from graphstash_server.testing import as_chunks, migrated_database
 from graphstash_server.upstream import following
@@ -66,6 +66,15 @@ class Region:
             key = key_in(center, number)
             assert await self.region.fetches.fetch(key, NamespacePolicy(), patience_seconds=60)
         return center
+
+    async def publish(self, center, number, blob, chunks=None):
+        """Accept an upload of a job, and queue it for the upstream."""
+        upload = replace(
+            upload_of(key_in(center, number), blob, policy=NamespacePolicy()),
+            publisher=Publisher(grants=(Grant.parse("write:team"),)),
+        )
+        await self.region.publishes.admit(upload)
+        await self.context.uploads.publish(upload, chunks or as_chunks(blob))
 
     async def follow(self):
         """Probe the upstream, and apply its changes."""
@@ -263,6 +272,55 @@ async def test_copy_that_the_upstream_may_have_withdrawn_is_set_aside(opened_reg
         assert await stored(key_in(center, 3)) is None
 
 
+async def test_failed_upload_or_download_keeps_the_copy_that_is_set_aside(opened_region, world):
+    is_cut = False
+
+    def change(request, answer):
+        if is_cut and request.method == "GET" and "/artifacts/" in request.path:
+            return replace(answer, body=answer.body[:-1] + b"?")
+        return answer
+
+    async def broken():
+        yield b"only the beginning"
+        raise ConnectionResetError
+
+    async with opened_region(change) as region:
+        center = await region.copy(1, 2, 3)
+        await make_gap(world, center)
+        for number in (1, 2):
+            lose = f"DELETE FROM artifacts WHERE fingerprint = '{center.fingerprint(number)}'"
+            await asyncio.to_thread(execute, world.center.database_url, lose)
+        await region.catch_up()
+        other, first = envelope(center, 1, b"other"), envelope(center, 1)
+
+        async def kept(number):
+            return await region.context.artifacts.find_row(key_in(center, number))
+
+        for chunks, error in (
+            (broken(), ConnectionResetError),
+            (as_chunks(b"?" * len(other)), DigestMismatchError),
+        ):
+            with pytest.raises(error):
+                await region.publish(center, 1, other, chunks)
+        assert center.put(other, 1).status_code == 201
+        is_cut = True
+        fetch = region.region.fetches.fetch(
+            key_in(center, 1), NamespacePolicy(), patience_seconds=60
+        )
+        assert not await fetch
+        assert (await kept(1)).digest == Digest.of(first)
+        withheld = await region.context.quarantine.list_withheld()
+        assert len(withheld.artifacts) == 2
+        # Jobs replace one copy, and confirm the other one.
+        for number, blob in ((1, other), (2, envelope(center, 2))):
+            await region.publish(center, number, blob)
+            assert (await kept(number)).digest == Digest.of(blob)
+        assert await region.kept(center, 1, 2, 3) == [1, 2, 3]
+        assert (await region.context.quarantine.list_withheld()).artifacts == ()
+        assert await region.region.publishes.count() == 2
+        assert len(opened_region.blobs.blobs) == 3
+
+
 @pytest.mark.usefixtures("small_steps")
 async def test_comparison_that_another_process_finished_is_not_resumed(opened_region, world):
     async with opened_region() as one, opened_region() as other:
@@ -358,9 +416,7 @@ async def test_artifact_that_is_withdrawn_during_its_publish_is_not_sent(opened_
     async with opened_region(change) as region:
         center = await region.copy(2)
         blob, publishes = envelope(center, 1), region.region.publishes
-        publisher = Publisher(grants=(Grant.parse("write:team"),))
-        upload = replace(upload_of(key_in(center, 1), blob), publisher=publisher)
-        await region.context.uploads.publish(upload, as_chunks(blob))
+        await region.publish(center, 1, blob)
         assert center.put(blob, 1).status_code == 201
         assert center.delete(1).status_code == 204
         is_held = True
@@ -372,6 +428,20 @@ async def test_artifact_that_is_withdrawn_during_its_publish_is_not_sent(opened_
         await sending
         assert center.get(1).status_code == 404
         assert await publishes._send(queued) == "gone"
+
+
+async def test_publish_ends_if_a_copy_replaces_its_artifact_whose_blob_is_absent(opened_region):
+    async with opened_region() as region:
+        center = await region.copy(2)
+        await region.publish(center, 1, envelope(center, 1, b"lost"))
+        opened_region.blobs.blobs.clear()
+        await region.copy(1)
+        assert await region.kept(center, 1) == [1]
+        (queued,) = await region.region.publishes._claim(1)
+        assert await region.region.publishes._send(queued) == "gone"
+        assert await region.region.publishes.count() == 0
+        row = await region.context.artifacts.find_row(key_in(center, 1))
+        assert (row.digest, row.pinned_until) == (Digest.of(envelope(center, 1)), None)
 
 
 async def test_region_remembers_positions_dense_near_the_last_one(opened_region):

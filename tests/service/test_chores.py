@@ -7,13 +7,14 @@ from datetime import UTC, datetime
 import pytest
 import sqlalchemy as sa
 
-from graphstash_schema import ErrorCode
+from graphstash_schema import ErrorCode, NamespacePolicy
 from graphstash_server.db.queries.identifiers import claim_recount, last_recount
 from graphstash_server.db.queries.usage import recount_usage
 from graphstash_server.db.tables import usage
-from graphstash_server.errors import ServerError
+from graphstash_server.errors import DigestMismatchError, ServerError
 from graphstash_server.services.maintenance import reconciler, schedule
-from support.services import key_of
+from graphstash_server.testing.stores import as_chunks
+from support.services import key_of, upload_of
 from support.statements import recorded
 from support.stores import DAY, HOUR, TEAM, opener_of_stores
 
@@ -249,15 +250,47 @@ async def test_no_artifact_is_dropped_while_many_blobs_are_absent(opened, caplog
         assert (await store.used()).artifacts == 12
 
 
-async def test_upload_replaces_an_artifact_whose_blob_is_absent(opened):
+@pytest.mark.sql
+@pytest.mark.parametrize("text", [b"other", b"lost"], ids=["other bytes", "same bytes"])
+async def test_upload_replaces_an_artifact_whose_blob_is_absent(opened, text):
     async with opened() as store:
-        await store.put(b"lost")
+        await store.put(b"lost", policy=NamespacePolicy())
         store.blobs.blobs.clear()
         assert await store.get() is None
-        assert await store.put(b"other")
-        assert await store.get() == b"other"
+        assert await store.put(text, policy=NamespacePolicy())
+        assert await store.get() == text
+        store.clock.turn(2 * HOUR)
         await store.context.reconciler.look_again()
-        assert await store.get() == b"other"
+        assert await store.get() == text
+        assert await store.collect() == 0
+        used = await store.used()
+        assert (used.artifacts, used.size_bytes) == (1, len(text))
+
+
+@pytest.mark.sql
+async def test_failed_upload_keeps_an_artifact_whose_blob_is_absent_for_a_while(opened):
+    async def broken():
+        yield b"oth"
+        raise ConnectionResetError
+
+    async def late():
+        store.blobs.blobs.update(taken)
+        yield b"other"
+
+    async with opened() as store:
+        await store.put(b"lost", policy=NamespacePolicy())
+        taken = dict(store.blobs.blobs)
+        upload = upload_of(key_of(), b"other", policy=NamespacePolicy())
+        for chunks, error in (
+            (broken(), ConnectionResetError),
+            (as_chunks(b"wrong"), DigestMismatchError),
+            (late(), ServerError),  # the blob is back before the commit
+        ):
+            store.blobs.blobs.clear()
+            with pytest.raises(error):
+                await store.context.uploads.publish(upload, chunks)
+            store.blobs.blobs.update(taken)
+            assert await store.get() == b"lost"
 
 
 async def test_no_artifact_is_dropped_while_more_blobs_are_absent_than_a_look_drops(

@@ -299,5 +299,5 @@ async def test_row_replaced_during_healing_and_pinned_is_kept(opened):
         opened.clock.turn(1)
         await server.put(OLD)
 
-        assert await server.context.artifacts.heal(row) is False
+        assert await server.context.artifacts.heal_all([row]) == []
         assert await server.get() == OLD

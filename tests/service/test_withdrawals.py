@@ -89,7 +89,7 @@ async def test_evictions_lost_blobs_and_failed_transactions_withdraw_nothing(ope
     async with opened() as server:
         for number in range(3):
             await server.put(b"%d" % number, number)
-        await server.context.artifacts.heal(await row_of(server, 0))
+        await server.context.artifacts.heal_all([await row_of(server, 0)])
         row = await row_of(server, 1)
         with contextlib.suppress(LookupError):
             async with server.context.database.writing() as connection:

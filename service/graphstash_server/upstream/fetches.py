@@ -184,7 +184,7 @@ class Fetches:
         digest = await self._announced(key)
         if digest is None:
             return "absent"
-        await self.set_aside.decide(key, digest)
+        await self.set_aside.confirm(key, digest)
         async with self._claimed(key) as is_ours:
             if await self.artifacts.find(key) is not None:
                 return "present"  # another process was faster

@@ -372,7 +372,7 @@ class Follower:
                     if (row.key.key, str(row.digest)) not in valid:
                         await self.set_aside.add(row)
                     elif row.withheld_at is not None:
-                        await self.set_aside.decide(row.key, row.digest)
+                        await self.set_aside.confirm(row.key, row.digest)
             comparison.compared = rows[-1].key
         return False
 

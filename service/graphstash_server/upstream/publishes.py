@@ -91,7 +91,7 @@ class Publishes:
 
     async def admit(self, upload: Upload) -> None:
         """Refuse bytes that the upstream has withheld, even while it does not answer. Follow the
-        withdrawals of the namespace from now on. Drop a copy that is set aside.
+        withdrawals of the namespace from now on.
 
         Raises:
             ServerError: 409, and nothing of the body was read.
@@ -101,7 +101,6 @@ class Publishes:
             is_listed = await is_listed_as_withheld(connection, upload.key, upload.digest)
         if is_listed and not await self._is_released(upload.key):
             raise withheld(upload, upload.digest)
-        await self.fetches.set_aside.decide(upload.key, None)
 
     async def _is_released(self, key: StoredKey) -> bool:
         if not self.client.is_up.is_set():
@@ -187,8 +186,12 @@ class Publishes:
     async def _send(self, queued: QueuedPublish) -> str:
         key = queued.key
         artifact = await self.artifacts.open(key)
+        if artifact is not None and artifact.row.digest.sha256 != queued.sha256:
+            await artifact.reader.close()
+            artifact = None
         if artifact is None:
-            if await self.artifacts.find_row(key) is not None:
+            stored = await self.artifacts.find_row(key)
+            if stored is not None and stored.digest.sha256 == queued.sha256:
                 # An administrator may release it, and an absent blob may be back soon.
                 return "refused"
             async with self.database.writing() as connection:

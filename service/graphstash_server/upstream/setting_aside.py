@@ -6,7 +6,8 @@ like a reported artifact, until one of these happens:
 
 - The upstream has the same bytes again: the region serves the copy.
 - The upstream's list names the copy, or an administrator decides.
-- A job or the upstream brings another artifact for the key, which replaces the copy.
+- A job or the upstream brings an artifact for the key, which replaces the copy in its commit
+  (`services.artifacts.uploads`).
 """
 
 from collections.abc import Collection
@@ -32,7 +33,7 @@ UPSTREAM: Final = Actor("upstream")
 
 @dataclass(kw_only=True, eq=False)
 class SetAside:
-    """Set copies aside, and decide on them. Safe for concurrent calls."""
+    """Set copies aside, and serve them again. Safe for concurrent calls."""
 
     database: Database
     artifacts: ArtifactService
@@ -56,19 +57,12 @@ class SetAside:
 
     async def find(self, keys: Collection[StoredKey]) -> set[StoredKey]:
         """Return those keys of one namespace whose artifacts are set aside."""
-        if not keys:
-            return set()
-        async with self.database.reading() as connection:
-            return await find_unconfirmed(connection, sorted(keys))
+        return await find_unconfirmed(self.database, sorted(keys)) if keys else set()
 
-    async def decide(self, key: StoredKey, digest: Digest | None) -> None:
-        """Serve the copy of a key again if it has these bytes. Otherwise, drop it in favor of other
-        ones.
-        """
+    async def confirm(self, key: StoredKey, digest: Digest) -> None:
+        """Serve the copy of a key again if it is set aside and has these bytes."""
         copy = await self.artifacts.find_row(key)
-        if copy is None or copy.withheld_at is None or not await self.find([key]):
+        if copy is None or copy.withheld_at is None or copy.digest != digest:
             return
-        if copy.digest == digest:
+        if await self.find([key]):
             await self.quarantine.release(key, actor=UPSTREAM)
-        else:
-            await self.artifacts.delete(key, actor=UPSTREAM, digest=str(copy.digest))

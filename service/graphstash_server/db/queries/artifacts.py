@@ -173,9 +173,11 @@ _REPLACE = Prepared(
             where_key(artifacts),
             artifacts.c.sha256 == bindparam("old_sha256"),
             artifacts.c.metadata_header == bindparam("old_metadata_header"),
-            artifacts.c.withheld_at.is_(None),
+            artifacts.c.withheld_at.is_not_distinct_from(
+                bindparam("old_withheld_at", type_=artifacts.c.withheld_at.type)
+            ),
         )
-        .values(new_values(artifacts, _NEW_COLUMNS))
+        .values(new_values(artifacts, _NEW_COLUMNS) | {"withheld_at": None})
     )
 )
 
@@ -297,14 +299,15 @@ async def insert_artifact(connection: Transaction, new: Artifact) -> bool:
 
 
 async def replace_artifact(connection: Transaction, new: Artifact, *, replaces: Artifact) -> bool:
-    """Replace an artifact, but keep its pin. Return False if the stored artifact is not `replaces`
-    or is withheld.
+    """Replace an artifact, but keep its pin. Return False if the stored artifact is not `replaces`,
+    or was withheld or released since.
     """
     given = {
         **key_parameters(new.key),
         **prefixed("new_", _values(new)),
         "old_sha256": replaces.digest.sha256,
         "old_metadata_header": replaces.metadata_header,
+        "old_withheld_at": replaces.withheld_at,
     }
     return await _REPLACE.execute(connection, given) == 1
 

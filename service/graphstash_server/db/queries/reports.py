@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Digest, Namespace, ReportReason
 from graphstash_server.artifact import Artifact
-from graphstash_server.db.prepared import Prepared
+from graphstash_server.db.prepared import Prepared, Source, Transaction
 from graphstash_server.db.queries.shared import (
     KEY_COLUMNS,
     KEYED_ARTIFACT_COLUMNS,
@@ -73,11 +73,9 @@ async def find_reporter(connection: AsyncConnection, key: StoredKey, digest: Dig
     return reporter
 
 
-async def find_unconfirmed(
-    connection: AsyncConnection, keys: Sequence[StoredKey]
-) -> set[StoredKey]:
+async def find_unconfirmed(source: Source, keys: Sequence[StoredKey]) -> set[StoredKey]:
     """Return those keys of one namespace that a region has reported as unconfirmed."""
-    found = await _UNCONFIRMED.fetch(connection, keys_parameters(keys))
+    found = await _UNCONFIRMED.fetch(source, keys_parameters(keys))
     wanted = {key.columns: key for key in keys}
     return {wanted[columns] for each in found if (columns := tuple(each)) in wanted}
 
@@ -89,9 +87,9 @@ _UNCONFIRMED = Prepared(
 )
 
 
-async def drop_reports(connection: AsyncConnection, keys: Sequence[StoredKey]) -> None:
+async def drop_reports(connection: Transaction, keys: Sequence[StoredKey]) -> None:
     """Delete the reports on artifacts of one namespace: an administrator released them, or they
-    were deleted.
+    were deleted or replaced.
     """
     await _DROP.execute(connection, keys_parameters(keys))
 

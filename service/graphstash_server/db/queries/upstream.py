@@ -179,14 +179,14 @@ async def claim_publishes(
 
 
 async def end_publish(connection: AsyncConnection, key: StoredKey, digest: Digest) -> None:
-    """Drop a publish from the queue and unpin its artifact, unless the artifact was replaced."""
-    sha256 = digest.sha256
+    """Drop a publish from the queue and unpin the key's artifact, unless a publish of other bytes
+    has replaced it.
+    """
     table = upstream_publishes
-    await connection.execute(delete(table).where(is_key(table, key), table.c.sha256 == sha256))
-    pinned = (artifacts.c.sha256 == sha256, artifacts.c.pinned_until == QUEUED_UNTIL)
-    await connection.execute(
-        update(artifacts).where(is_key(artifacts, key), *pinned).values(pinned_until=None)
-    )
+    ended = delete(table).where(is_key(table, key), table.c.sha256 == digest.sha256)
+    if (await connection.execute(ended)).rowcount:
+        pinned = (is_key(artifacts, key), artifacts.c.pinned_until == QUEUED_UNTIL)
+        await connection.execute(update(artifacts).where(*pinned).values(pinned_until=None))
 
 
 async def retry_publish(connection: AsyncConnection, key: StoredKey, *, until: datetime) -> None:

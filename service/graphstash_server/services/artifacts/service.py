@@ -3,16 +3,15 @@
 A blob may be absent for a while, because a part of the store is not mounted or a bucket is slow to
 show it. So a read that misses a blob notes that, and answers as if the artifact were absent. The
 reconciler looks again an hour later, and drops the artifact if the blob is still absent. An upload
-for the key drops it at once, because it brings other bytes.
+for the key replaces the artifact, in its commit.
 """
 
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from functools import partial
 from typing import TypeVar
 
 from graphstash_schema import AuditAction, Digest, Namespace, VerifyResponse
@@ -37,7 +36,7 @@ from graphstash_server.db.queries.audit import AuditRecord, add_audit
 from graphstash_server.db.queries.deletions import add_deletions
 from graphstash_server.db.queries.locks import share_blobs
 from graphstash_server.db.queries.recorded_times import record_healing
-from graphstash_server.db.queries.reports import drop_reports
+from graphstash_server.db.queries.reports import drop_reports, find_unconfirmed
 from graphstash_server.db.queries.usage import UsageChange, add_usage
 from graphstash_server.db.queries.withdrawals import add_withdrawals
 from graphstash_server.errors import ServerError
@@ -227,13 +226,24 @@ class ArtifactService:
 
     async def find(self, key: StoredKey) -> Artifact | None:
         """Return an artifact, or None if it or its blob is absent."""
-        return await self._with_blob(partial(self._read, key), is_lost=self._is_lost)
+        for _ in range(_ATTEMPTS):
+            row = await self._read(key)
+            if row is None or await self.blobs.stat(row.digest) == row.digest.size_bytes:
+                return row
+            if await self._is_lost(row):
+                return None
+        return None
 
-    async def find_stored(self, key: StoredKey) -> Artifact | None:
-        """Like `find`, but also return withheld artifacts, which uploads conflict with. Drop an
-        artifact whose blob is absent, for an upload.
+    async def is_replaceable(self, row: Artifact) -> bool:
+        """Return whether an upload may replace an artifact in a namespace that keeps the first one:
+        its blob is absent or damaged, or a region has set it aside.
         """
-        return await self._with_blob(partial(find_stored, self.database, key), is_lost=self.heal)
+        if row.withheld_at is not None:
+            return bool(await find_unconfirmed(self.database, [row.key]))
+        size_bytes = await self.blobs.stat(row.digest)
+        if size_bytes is None and await self.collector.learn_generations([row.digest]):
+            size_bytes = await self.blobs.stat(row.digest)
+        return size_bytes != row.digest.size_bytes
 
     async def find_row(self, key: StoredKey) -> Artifact | None:
         """Return an artifact, even if it is withheld or its blob is absent."""
@@ -402,7 +412,7 @@ class ArtifactService:
         Return False if the caller has to look again.
         """
         if await self.blobs.stat(row.digest) is not None:
-            return await self.heal(row)
+            return bool(await self.heal_all([row]))
         noted_at = self._noted.get(row.key)
         if noted_at is not None and _NO_AGE <= self.clock() - noted_at <= _NOTED:
             now = await self.find_row(row.key)
@@ -422,10 +432,6 @@ class ArtifactService:
                 row.key.namespace,
             )
         return is_lost
-
-    async def heal(self, row: Artifact) -> bool:
-        """Drop an artifact whose blob is lost or damaged. Return whether it was dropped."""
-        return bool(await self.heal_all([row]))
 
     async def heal_all(self, rows: Sequence[Artifact]) -> list[Artifact]:
         """Drop artifacts whose blobs are lost or damaged. Return those that were dropped.
@@ -486,20 +492,6 @@ class ArtifactService:
         if reader is None or reader.size_bytes == digest.size_bytes:
             return reader
         await reader.close()
-        return None
-
-    async def _with_blob(
-        self,
-        read: Callable[[], Awaitable[Artifact | None]],
-        *,
-        is_lost: Callable[[Artifact], Awaitable[bool]],
-    ) -> Artifact | None:
-        for _ in range(_ATTEMPTS):
-            row = await read()
-            if row is None or await self.blobs.stat(row.digest) == row.digest.size_bytes:
-                return row
-            if await is_lost(row):
-                return None
         return None
 
     async def _delete(

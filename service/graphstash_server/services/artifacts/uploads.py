@@ -14,7 +14,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Collection, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
@@ -41,6 +41,7 @@ from graphstash_server.db.queries.deletions import (
 )
 from graphstash_server.db.queries.leases import end_leases
 from graphstash_server.db.queries.locks import end_pause, pause, share_blobs
+from graphstash_server.db.queries.reports import drop_reports
 from graphstash_server.db.queries.upstream import (
     is_withdrawn_since,
     lock_position,
@@ -89,6 +90,8 @@ class Upload:
             if the artifact does not go to an upstream.
         copied_after: for a copy from the upstream, the number of the last withdrawal before the
             upstream was asked. A later withdrawal of the same bytes makes the commit fail.
+        displaces: artifact that the commit replaces, unless it changed, whatever the policy keeps.
+            `UploadService` sets it, see `ArtifactService.is_replaceable`.
     """
 
     key: StoredKey
@@ -102,6 +105,7 @@ class Upload:
     job: str = ""
     publisher: Publisher | None = None
     copied_after: int | None = None
+    displaces: Artifact | None = None
 
     @property
     def replaces(self) -> bool:
@@ -333,7 +337,13 @@ async def _store_all(
         await end_leases(connection, [upload.key for upload, _ in stored], now=times.now)
         payloads = [Notification.ready(upload.key, upload.digest).payload for upload, _ in stored]
         await notify(connection, payloads)
-        replaced = [(row.key, row.digest) for _, row in stored if row is not None]
+        if displaced := [upload.key for upload, row in stored if row and upload.displaces]:
+            await drop_reports(connection, displaced)
+        replaced = [
+            (row.key, row.digest)
+            for upload, row in stored
+            if row is not None and row.digest != upload.digest
+        ]
         await add_deletions(connection, [digest for _, digest in replaced])
         queued = [(row, upload.publisher) for upload, row in new if upload.publisher is not None]
         if queued:
@@ -360,7 +370,11 @@ async def _refuse_withdrawn(connection: Transaction, uploads: Sequence[Upload]) 
 
 async def _blobs_to_replace(connection: Transaction, uploads: Sequence[Upload]) -> list[Digest]:
     """Return the blobs of artifacts that uploads would replace. They may change until locked."""
-    rows = [await find_stored(connection, upload.key) for upload in uploads if upload.replaces]
+    rows = [
+        await find_stored(connection, upload.key)
+        for upload in uploads
+        if upload.replaces or upload.displaces
+    ]
     return [row.digest for row in rows if row is not None]
 
 
@@ -386,14 +400,20 @@ async def _store(
         existing = await find_stored(connection, upload.key)
         if existing is None:
             continue
-        if existing.withheld_at is not None:
-            return withheld(upload, existing.digest)
-        if existing.digest == upload.digest or not upload.replaces:
-            return Commit(stays=existing.digest)
+        if upload.displaces is None or _identity(upload.displaces) != _identity(existing):
+            if existing.withheld_at is not None:
+                return withheld(upload, existing.digest)
+            if existing.digest == upload.digest or not upload.replaces:
+                return Commit(stays=existing.digest)
         if existing.digest not in locked:
             return None
         if await replace_artifact(connection, new, replaces=existing):
             return Commit(stored=new, replaced=existing)
+
+
+def _identity(row: Artifact) -> tuple[Digest, datetime, datetime | None]:
+    """Return the values that differ if the artifact was replaced, withheld or released."""
+    return row.digest, row.created_at, row.withheld_at
 
 
 def _change(upload: Upload, replaced: Artifact | None) -> UsageChange:
@@ -414,7 +434,8 @@ def _change(upload: Upload, replaced: Artifact | None) -> UsageChange:
 
 
 def _record(upload: Upload, replaced: Artifact | None, now: datetime) -> AuditRecord:
-    action = AuditAction.PUT if replaced is None else AuditAction.OVERWRITE
+    is_same = replaced is None or replaced.digest == upload.digest
+    action = AuditAction.PUT if is_same else AuditAction.OVERWRITE
     return AuditRecord.of_artifact(now, upload.actor, action, upload.key, upload.digest)
 
 
@@ -494,10 +515,12 @@ class UploadService:
                 f"{len(self._late)} earlier uploads still wait for the blob store or the database, "
                 "which is the limit: check both, then retry",
             )
-        existing = await self.artifacts.find_stored(upload.key)
-        if existing is not None and existing.withheld_at is not None:
+        existing = await self.artifacts.find_row(upload.key)
+        if existing is not None and await self.artifacts.is_replaceable(existing):
+            upload = replace(upload, displaces=existing)
+        elif existing is not None and existing.withheld_at is not None:
             raise withheld(upload, existing.digest)
-        if existing is not None and (existing.digest == upload.digest or not upload.replaces):
+        elif existing is not None and (existing.digest == upload.digest or not upload.replaces):
             return self._refuse_other(upload, existing.digest)
         size_bytes = upload.digest.size_bytes
         rows_bytes = metadata_bytes(size_bytes, upload.metadata_header)
@@ -517,6 +540,7 @@ class UploadService:
                     await self.blobs.put(
                         upload.digest, self.allocator.admitted_chunks(allocation, received)
                     )
+                    upload = await self._look_again(upload)
                 committing = self._in_background(self._commit(upload, held.pop_all()))
         except BaseException as error:
             if is_unused:
@@ -525,6 +549,13 @@ class UploadService:
                 raise _too_slow() from error
             raise
         return await self._result_by(limit, upload, committing)
+
+    async def _look_again(self, upload: Upload) -> Upload:
+        """Let an upload displace no artifact whose blob came back while the body arrived."""
+        row = upload.displaces
+        if row is None or row.digest == upload.digest or await self.artifacts.is_replaceable(row):
+            return upload
+        return replace(upload, displaces=None)
 
     async def _commit(self, upload: Upload, held: ExitStack) -> bool:
         """Make a stored blob visible, see `publish`. Then release what the upload `held`."""
@@ -537,6 +568,8 @@ class UploadService:
         if commit.stored is not None:
             self.artifacts.remember(commit.stored)
             self.accounting.count_put(upload.key, job=upload.job)
+        if commit.replaced is not None and upload.displaces and not upload.displaces.withheld_at:
+            self.accounting.count_healed()
         self.wait_queue.wake(Notification.ready(upload.key, commit.stays or upload.digest))
         if commit.replaced is not None:
             self.artifacts.forget(upload.key)
