@@ -20,6 +20,7 @@ __all__ = [
     "HEADER_PROTOCOL",
     "HEADER_PUBLISHER",
     "HEADER_REQUEST_ID",
+    "HEADER_WITHDRAWALS",
     "HEADER_WRITERS",
     "LOOKUP_PIN_SECONDS",
     "MAX_DESCRIBE_BYTES",
@@ -59,6 +60,10 @@ HEADER_LEASE: Final = "Graphstash-Lease"
 
 HEADER_PUBLISHER: Final = "Graphstash-Publisher"
 """PUT of an artifact by a region: `region.Publisher` as JSON."""
+
+HEADER_WITHDRAWALS: Final = "Graphstash-Withdrawals"
+"""PUT of an artifact by a region: the position in the namespace's list of withdrawals that the
+region has applied. The server answers 412 if it withdrew the same bytes after that position."""
 
 HEADER_HITS: Final = "Graphstash-Hits"
 """HEAD response: how often the artifact was served, as of the last flush of counters."""

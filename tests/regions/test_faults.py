@@ -402,8 +402,11 @@ async def test_store_that_deletes_nothing_delays_no_withdrawal(opened_region, mo
         assert heads == [2, 1]  # one entry for each
 
 
-async def test_artifact_that_is_withdrawn_during_its_publish_is_not_sent(opened_region):
-    """The region has opened the artifact and asks the upstream whether it has other withdrawals."""
+@pytest.mark.parametrize("is_asked_first", [False, True], ids=["before", "after"])
+async def test_artifact_that_is_withdrawn_during_its_publish_is_not_sent(
+    opened_region, is_asked_first
+):
+    """The upstream withdraws the artifact before or after the region's last question."""
     is_asked, goes_on = threading.Event(), threading.Event()
 
     def change(request, answer):
@@ -417,17 +420,30 @@ async def test_artifact_that_is_withdrawn_during_its_publish_is_not_sent(opened_
         center = await region.copy(2)
         blob, publishes = envelope(center, 1), region.region.publishes
         await region.publish(center, 1, blob)
-        assert center.put(blob, 1).status_code == 201
-        assert center.delete(1).status_code == 204
+
+        def withdraw():
+            assert center.put(blob, 1).status_code == 201
+            assert center.delete(1).status_code == 204
+
+        if not is_asked_first:
+            withdraw()
         is_held = True
         (queued,) = await publishes._claim(1)
         sending = asyncio.create_task(publishes._send(queued))
         await asyncio.to_thread(is_asked.wait, 60)
-        await region.follow()
+        if is_asked_first:
+            withdraw()
+        else:
+            await region.follow()
         goes_on.set()
-        await sending
+        assert await sending == "early"
         assert center.get(1).status_code == 404
+        await region.follow()
         assert await publishes._send(queued) == "gone"
+        await region.publish(center, 1, blob)  # a job compiles it again
+        (queued,) = await publishes._claim(1)
+        assert await publishes._send(queued) == "sent"
+        assert center.get(1).content == blob
 
 
 async def test_publish_ends_if_a_copy_replaces_its_artifact_whose_blob_is_absent(opened_region):

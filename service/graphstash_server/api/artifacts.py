@@ -19,12 +19,14 @@ from graphstash_schema import (
     Scope,
     VerifyResponse,
 )
+from graphstash_schema.names import ListPosition
 from graphstash_schema.protocol import (
     API_PREFIX,
     HEADER_ACCEPT_REDIRECT,
     HEADER_COPY,
     HEADER_JOB,
     HEADER_METADATA,
+    HEADER_WITHDRAWALS,
     MAX_LOOKUP_KEYS,
 )
 from graphstash_server.api.bodies import body_chunks, read_keys, read_model
@@ -46,7 +48,7 @@ from graphstash_server.reading.conditions import job_named
 from graphstash_server.reading.headers import unrecognized_headers
 from graphstash_server.reading.reads import ReadAnswer, ReadRequest, Reads, Unanswered
 from graphstash_server.reading.representation import absent, may_replace
-from graphstash_server.services.artifacts.uploads import Upload
+from graphstash_server.services.artifacts.uploads import Upload, WithdrawnMeanwhileError
 from graphstash_server.services.identity.principals import Principal
 
 __all__ = ["ROUTE", "router"]
@@ -180,6 +182,7 @@ async def put_artifact(call: NamespaceCall) -> Response:
     await check_publisher(call)
     header = request.headers.get(HEADER_METADATA, "")
     metadata = ArtifactMetadata.from_header(header) if header else None
+    applied = request.headers.get(HEADER_WITHDRAWALS)
     upload = Upload(
         key=key,
         digest=_announced_digest(request, size_bytes),
@@ -191,10 +194,18 @@ async def put_artifact(call: NamespaceCall) -> Response:
         policy=call.policy,
         job=job_named(request.headers.get(HEADER_JOB)),
         publisher=publisher_of(call) if call.context.region is not None else None,
+        withdrawn_until=ListPosition(applied).number if applied is not None else None,
     )
     if call.context.region is not None:
         await call.context.region.publishes.admit(upload)
-    is_new = await call.context.uploads.publish(upload, _body(call, upload))
+    try:
+        is_new = await call.context.uploads.publish(upload, _body(call, upload))
+    except WithdrawnMeanwhileError:
+        raise ServerError(
+            ErrorCode.PRECONDITION_FAILED,
+            f"{key.key} with the digest {upload.digest} was withdrawn after {applied}: apply the "
+            "withdrawals, then retry",
+        ) from None
     if call.context.region is not None:
         call.context.region.publishes.wake()
     headers = {

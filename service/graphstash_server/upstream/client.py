@@ -21,6 +21,7 @@ from graphstash_schema import (
     LookupResponse,
     Namespace,
 )
+from graphstash_schema.names import ListPosition
 from graphstash_schema.protocol import (
     ADMIN_PREFIX,
     API_PREFIX,
@@ -28,6 +29,7 @@ from graphstash_schema.protocol import (
     HEADER_METADATA,
     HEADER_PROTOCOL,
     HEADER_PUBLISHER,
+    HEADER_WITHDRAWALS,
     PROTOCOL_VERSION,
 )
 from graphstash_schema.region import UpstreamState
@@ -219,9 +221,11 @@ class UpstreamClient:
         *,
         metadata: str,
         publisher: str,
+        withdrawals: ListPosition,
     ) -> Answer:
         """Send an artifact. Raise `UpstreamError` if the upstream does not answer. `metadata` and
-        `publisher` are values of headers.
+        `publisher` are values of headers. The upstream answers 412 if it withdrew the same bytes
+        after the position `withdrawals`.
         """
         self._check()
         headers = self._headers(None) | {
@@ -229,6 +233,7 @@ class UpstreamClient:
             "Content-Type": "application/octet-stream",
             "Repr-Digest": digest.repr_digest,
             HEADER_PUBLISHER: publisher,
+            HEADER_WITHDRAWALS: withdrawals,
         }
         if metadata:
             headers[HEADER_METADATA] = metadata

@@ -191,7 +191,7 @@ class Fetches:
             if not is_ours:
                 return "failed"
             try:
-                await self._download(key, digest, policy, copied_after=began.number)
+                await self._download(key, digest, policy, withdrawn_until=began.number)
             except WithdrawnMeanwhileError:
                 return "absent"
         return "stored"
@@ -283,7 +283,7 @@ class Fetches:
         return False
 
     async def _download(
-        self, key: StoredKey, digest: Digest, policy: NamespacePolicy, *, copied_after: int
+        self, key: StoredKey, digest: Digest, policy: NamespacePolicy, *, withdrawn_until: int
     ) -> None:
         async with self.client.download(key, digest) as response:
             if response.status_code != 200:
@@ -305,7 +305,7 @@ class Fetches:
                 only_if_absent=False,
                 actor=UPSTREAM,
                 policy=policy.model_copy(update={"mode": WriteMode.WRITE_ONCE}),
-                copied_after=copied_after,
+                withdrawn_until=withdrawn_until,
             )
             try:
                 await self.uploads.publish(upload, _of_key(key, response.aiter_raw()))

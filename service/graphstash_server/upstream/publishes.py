@@ -10,7 +10,8 @@ same executable. It also drops an artifact whose publisher may no longer write, 
 policy that the upstream has by then.
 
 Nothing is sent before the region has applied the withdrawals of its namespace. Otherwise bytes that
-the upstream deleted while the region was cut off would return to it.
+the upstream deleted while the region was cut off would return to it. The upload names the last of
+these withdrawals, and the upstream refuses it after a later one of the same bytes.
 """
 
 import asyncio
@@ -60,7 +61,7 @@ _DOUBLINGS: Final = 9
 _WITHDRAWALS_PAUSE: Final = timedelta(seconds=1)
 """Pause of a publish that waits for withdrawals."""
 
-_FINAL: Final = frozenset({400, 411, 412, 413, 422, 431})
+_FINAL: Final = frozenset({400, 411, 413, 422, 431})
 """Statuses of a refusal that no retry changes."""
 
 _UNWANTED: Final = frozenset({ErrorCode.CONFLICT, ErrorCode.WITHHELD, ErrorCode.PUBLISHER_REFUSED})
@@ -200,10 +201,11 @@ class Publishes:
         try:
             digest = artifact.row.digest
             found = await self.client.look_up(key.namespace, [key])
+            newest = ListPosition(found.newest_withdrawal or LIST_START)
             await self.fetches.follow(key.namespace)
             if any(each.digest == str(digest) for each in found.found):
                 outcome = "sent"
-            elif not await self._may_send(key, digest, found.newest_withdrawal):
+            elif not await self._may_send(key, digest, newest):
                 return "early"
             else:
                 answer = await self.client.upload(
@@ -212,6 +214,7 @@ class Publishes:
                     _chunks(artifact),
                     metadata=artifact.row.metadata_header,
                     publisher=queued.publisher,
+                    withdrawals=newest,
                 )
                 outcome = _outcome(answer)
                 if outcome in {"refused", "dropped"}:
@@ -225,7 +228,7 @@ class Publishes:
                     )
         finally:
             await artifact.reader.close()
-        if outcome == "refused":
+        if outcome in {"refused", "early"}:
             return outcome
         if outcome == "conflict":
             await self.artifacts.delete(key, actor=UPSTREAM, digest=str(digest))
@@ -233,13 +236,13 @@ class Publishes:
             await end_publish(connection, key, digest)
         return outcome
 
-    async def _may_send(self, key: StoredKey, digest: Digest, newest: str | None) -> bool:
+    async def _may_send(self, key: StoredKey, digest: Digest, newest: ListPosition) -> bool:
         """Return whether the region has applied all withdrawals, and none withdrew the artifact
         since it was opened.
         """
         async with self.database.reading() as connection:
             applied = await find_position(connection, key.namespace) or LIST_START
-        if applied.number < ListPosition(newest or LIST_START).number:
+        if applied.number < newest.number:
             return False
         stored = await self.artifacts.find_row(key)
         return stored is not None and stored.digest == digest and stored.withheld_at is None
@@ -248,6 +251,8 @@ class Publishes:
 def _outcome(answer: Answer) -> str:
     if answer.status in (200, 201):
         return "sent"
+    if answer.status == 412:  # withdrawn since the upstream was asked
+        return "early"
     if answer.status in (403, 409) and answer.parsed(Problem).code in _UNWANTED:
         return "conflict"
     return "dropped" if answer.status in _FINAL else "refused"

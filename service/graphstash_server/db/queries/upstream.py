@@ -7,7 +7,18 @@ from datetime import datetime, timedelta
 from itertools import zip_longest
 from typing import Final, NamedTuple
 
-from sqlalchemy import ColumnElement, and_, bindparam, delete, func, not_, or_, select, update
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    and_,
+    bindparam,
+    delete,
+    func,
+    not_,
+    or_,
+    select,
+    update,
+)
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Digest, Namespace
@@ -78,6 +89,9 @@ _LONGEST_PAUSE: Final = timedelta(minutes=6)
 
 _MAX_GROWTH: Final = 1.5
 
+_MAX_SINCE: Final = 1000
+"""Withdrawals that a commit compares with its artifact. After more, it counts as withdrawn."""
+
 _QUEUE = Prepared(
     lambda dialect: (
         insert_in(dialect, upstream_publishes)
@@ -113,7 +127,11 @@ _WITHDRAWN_SINCE = Prepared(
         .where(
             withdrawals.c.namespace == bindparam("of_namespace"),
             withdrawals.c.number > bindparam("start"),
-            or_(withdrawals.c.sha256 == bindparam("blob"), withdrawals.c.cause == GAP),
+            or_(
+                withdrawals.c.sha256 == bindparam("blob"),
+                withdrawals.c.cause == GAP,
+                withdrawals.c.number > bindparam("start", type_=BigInteger) + _MAX_SINCE,
+            ),
         )
         .limit(1)
     )
@@ -379,7 +397,9 @@ def _thinned(positions: Sequence[ListPosition], *, newest: ListPosition) -> list
 async def is_withdrawn_since(
     connection: Transaction, namespace: Namespace, digest: Digest, *, start: int
 ) -> bool:
-    """Return whether this server's list has a withdrawal of a blob, or a gap, after a number."""
+    """Return whether this server's list has a withdrawal of a blob, a gap, or too many withdrawals
+    after a number.
+    """
     given = {"of_namespace": namespace, "start": start, "blob": digest.sha256}
     return bool(await _WITHDRAWN_SINCE.fetch(connection, given))
 

@@ -88,8 +88,9 @@ class Upload:
         only_if_absent: refuse even the same bytes if the key has an artifact (`If-None-Match: *`).
         publisher: whose rights the upstream of this region checks when it gets the artifact. None
             if the artifact does not go to an upstream.
-        copied_after: for a copy from the upstream, the number of the last withdrawal before the
-            upstream was asked. A later withdrawal of the same bytes makes the commit fail.
+        withdrawn_until: for an artifact that another server sends, the number of the namespace's
+            last withdrawal before that server was asked. A later withdrawal of the same bytes makes
+            the commit fail.
         displaces: artifact that the commit replaces, unless it changed, whatever the policy keeps.
             `UploadService` sets it, see `ArtifactService.is_replaceable`.
     """
@@ -104,7 +105,7 @@ class Upload:
     policy: NamespacePolicy
     job: str = ""
     publisher: Publisher | None = None
-    copied_after: int | None = None
+    withdrawn_until: int | None = None
     displaces: Artifact | None = None
 
     @property
@@ -274,8 +275,8 @@ class CommitBatcher:
 
 
 class WithdrawnMeanwhileError(Exception):
-    """The upstream has withdrawn the bytes of a copy since the region asked for it. Not a
-    `ServerError`, so the other uploads of the batch are committed.
+    """The upstream has withdrawn the bytes since a region asked for them, or began to send them.
+    Not a `ServerError`, so the other uploads of the batch are committed.
     """
 
 
@@ -355,12 +356,14 @@ async def _store_all(
 
 
 async def _refuse_withdrawn(connection: Transaction, uploads: Sequence[Upload]) -> None:
-    """Roll back if a copy was, or may have been, withdrawn while it was downloaded.
+    """Roll back if an artifact was, or may have been, withdrawn on its way between two servers.
 
-    The follower takes the same lock when it adds a withdrawal or a gap. So either this transaction
-    finds it, or the follower waits for this transaction and then deletes or compares the artifact.
+    A region's follower takes the same lock when it adds a withdrawal or a gap. So either this
+    transaction finds it, or the follower waits for this transaction and then deletes or compares
+    the artifact. At the upstream, a withdrawal is committed with the deletion of its row, before
+    which this transaction cannot store another one for the key.
     """
-    copies = [(each, each.copied_after) for each in uploads if each.copied_after is not None]
+    copies = [(each, each.withdrawn_until) for each in uploads if each.withdrawn_until is not None]
     if copies:
         await lock_position(connection, copies[0][0].key.namespace)
     for upload, number in copies:
