@@ -24,7 +24,7 @@ from graphstash_schema import (
 from graphstash_schema.names import LIST_START, ListPosition
 from graphstash_schema.region import Publisher
 from graphstash_schema.withdrawals import WithdrawalQuery
-from graphstash_server.db.queries.upstream import find_earlier, put_position
+from graphstash_server.db.queries.upstream import find_earlier, put_position, use_namespace
 from graphstash_server.errors import DigestMismatchError, ServerError
 from graphstash_server.keys import StoredKey
 from graphstash_server.testing import as_chunks, migrated_database
@@ -96,6 +96,14 @@ class Region:
 def key_in(center, number):
     key = ArtifactKey.parse("jax", DEVICE, center.fingerprint(number))
     return StoredKey.of(center.namespace, key)
+
+
+async def make_withdrawals(region, center, *numbers):
+    """Withdraw artifacts and another one, which the region applies in one page."""
+    assert center.put(envelope(center, 99), 99).status_code == 201
+    for number in (*numbers, 99):
+        assert center.delete(number).status_code == 204
+    await region.catch_up()
 
 
 async def make_gap(world, center):
@@ -321,6 +329,44 @@ async def test_failed_upload_or_download_keeps_the_copy_that_is_set_aside(opened
         assert len(opened_region.blobs.blobs) == 3
 
 
+async def test_withdrawal_that_a_restored_upstream_repeats_destroys_no_later_artifact(
+    opened_region, world, monkeypatch
+):
+    """The backup has the withdrawals of two artifacts, and the second one again."""
+    async with opened_region() as region:
+        center = await region.copy(1, 2, 3)
+        await make_withdrawals(region, center, 1, 2)
+        await region.copy(1, 2)
+        ask = region.region.client.ask
+
+        def ask_for_one(path):
+            return ask(f"{path}&limit=1" if "/withdrawals" in path else path)
+
+        monkeypatch.setattr(region.region.client, "ask", ask_for_one)
+        last = "SELECT mark FROM withdrawals ORDER BY number DESC LIMIT 1"
+        for restore in (
+            "DELETE FROM withdrawals WHERE number > 2",
+            f"UPDATE withdrawal_heads SET number = 2, mark = ({last})",
+            f"DELETE FROM artifacts WHERE fingerprint = '{center.fingerprint(1)}'",
+        ):
+            await asyncio.to_thread(execute, world.center.database_url, restore)
+        query = WithdrawalQuery()
+        before = (await region.context.withdrawals.read(center.namespace, query)).newest
+        await region.catch_up()
+        assert await region.kept(center, 1, 2, 3) == [2, 3]
+        withheld = await region.context.quarantine.list_withheld()
+        assert [each.key for each in withheld.artifacts] == [key_in(center, 1).key]
+        after = await region.context.withdrawals.read(
+            center.namespace, WithdrawalQuery(after=before)
+        )
+        assert not after.is_complete  # hosts set their copies aside
+        await region.copy(1)
+        assert await region.kept(center, 1, 2, 3) == [1, 2, 3]
+        assert [center.delete(each).status_code for each in (1, 2)] == [204, 204]
+        await region.catch_up()
+        assert await region.kept(center, 1, 2, 3) == [3]
+
+
 @pytest.mark.usefixtures("small_steps")
 async def test_comparison_that_another_process_finished_is_not_resumed(opened_region, world):
     async with opened_region() as one, opened_region() as other:
@@ -462,10 +508,14 @@ async def test_publish_ends_if_a_copy_replaces_its_artifact_whose_blob_is_absent
 
 async def test_region_remembers_positions_dense_near_the_last_one(opened_region):
     async with opened_region() as region:
-        namespace, last = Namespace("team"), 300
+        namespace, last, after = Namespace("team"), 300, LIST_START
         async with region.context.database.writing() as connection:
+            await use_namespace(connection, namespace)
             for number in range(1, last + 1):
-                await put_position(connection, namespace, ListPosition(f"{number}-{number:016x}"))
+                position = ListPosition(f"{number}-{number:016x}")
+                assert await put_position(connection, namespace, position, after=after)
+                assert not await put_position(connection, namespace, position, after=after)
+                after = position
             found = [each.number for each in await find_earlier(connection, namespace)]
         assert len(found) < 30
         for number in range(1, last):

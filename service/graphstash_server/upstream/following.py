@@ -29,6 +29,7 @@ from graphstash_server.db.queries.artifacts import list_stored_rows
 from graphstash_server.db.queries.locks import claim_chore
 from graphstash_server.db.queries.upstream import (
     find_earlier,
+    find_position,
     find_upstream_id,
     has_artifacts,
     is_queued,
@@ -256,12 +257,15 @@ class Follower:
         newest = self._newest.get(namespace, LIST_START)
         last = None
         while position not in (last, newest):
-            page = await self._page(namespace, position)
+            page, doubted = await self._page(namespace, position)
             applied = page.position
             if page.is_complete:
                 self._comparisons.pop(namespace, None)
                 for entry in page.withdrawals:
-                    await self._withdraw(namespace, entry)
+                    if entry.number < doubted:
+                        await self._doubt(namespace, entry)
+                    elif await self._is_at(namespace, position):
+                        await self._withdraw(namespace, entry)
             else:
                 comparison = self._comparisons.get(namespace)
                 if comparison is None or comparison.start != position:
@@ -271,27 +275,60 @@ class Follower:
                 del self._comparisons[namespace]
                 applied = comparison.end
             async with self.database.writing() as connection:
-                await put_position(connection, namespace, applied)
+                if not await put_position(connection, namespace, applied, after=position):
+                    break
             last, position = position, applied
 
-    async def _page(self, namespace: Namespace, after: ListPosition) -> WithdrawalList:
-        """Return the withdrawals after a position.
+    async def _is_at(self, namespace: Namespace, position: ListPosition) -> bool:
+        """Return whether the region has still applied the withdrawals up to a position. Otherwise,
+        another process has applied more, and jobs may have published the same bytes again.
+        """
+        async with self.database.reading() as connection:
+            return await find_position(connection, namespace) == position
+
+    async def _page(self, namespace: Namespace, after: ListPosition) -> tuple[WithdrawalList, int]:
+        """Return the withdrawals after a position, and the number of the first that is certainly
+        new.
 
         The list does not continue at a position that the upstream lost when it was restored from a
         backup. If it then still has an earlier position of this region, or its first entry, return
-        the page after that. The list then names every withdrawal that the region has not applied:
-        an artifact that it does not name was not withdrawn, although the upstream may lack it.
+        all withdrawals between this and the next position that the list lacks, and a page after
+        them. The list then names every withdrawal that the region has not applied: an artifact that
+        it does not name was not withdrawn, although the upstream may lack it.
         """
         page = await self._read_page(namespace, after)
         if page.is_complete or after == LIST_START or self._is_comparing(namespace, after):
-            return page
+            return page, 0
         async with self.database.reading() as connection:
             earlier = await find_earlier(connection, namespace)
+        lacked = after
         for known in (*earlier, LIST_START):
             older = await self._read_page(namespace, known)
             if older.is_complete:
-                return older
+                return await self._read_until(namespace, older, lacked.number), lacked.number
+            lacked = known
+        return page, 0
+
+    async def _read_until(
+        self, namespace: Namespace, page: WithdrawalList, number: int
+    ) -> WithdrawalList:
+        """Read further pages until the list ends or reaches a number."""
+        while page.position.number < number and page.position != page.newest:
+            more = await self._read_page(namespace, page.position)
+            if not more.is_complete:
+                raise UpstreamError(f"the withdrawals of {namespace} changed while they were read")
+            page = more.model_copy(update={"withdrawals": page.withdrawals + more.withdrawals})
+        if page.withdrawals and page.withdrawals[0].number < number:
+            await self._break_list(namespace)
         return page
+
+    async def _break_list(self, namespace: Namespace) -> None:
+        """Give this server's own list a gap: hosts set their copies aside, and a download that
+        began before stores none (`queries.upstream.is_withdrawn_since`).
+        """
+        async with self.database.writing() as connection:
+            await add_gap(connection, namespace, now=self.clock())
+            await lock_position(connection, namespace)  # see `_refuse_withdrawn` of uploads
 
     def _is_comparing(self, namespace: Namespace, start: ListPosition) -> bool:
         comparison = self._comparisons.get(namespace)
@@ -305,14 +342,24 @@ class Follower:
         return answer.parsed(WithdrawalList)
 
     async def _withdraw(self, namespace: Namespace, entry: Withdrawal) -> None:
-        try:
-            key = StoredKey.parse_path(f"{namespace}/{entry.key}")
-            digest = Digest.parse(entry.digest, size_bytes=0)
-            cause = WithdrawalCause(entry.cause)
-        except (InvalidValueError, ValueError):
-            return  # of a later release, whose artifacts no job of this server reads
-        await self._drop(key, digest, cause=cause)
-        self.client.count("withdrawn")
+        if (withdrawn := _withdrawn(namespace, entry)) is not None:
+            key, digest, cause = withdrawn
+            await self._drop(key, digest, cause=cause)
+            self.client.count("withdrawn")
+
+    async def _doubt(self, namespace: Namespace, entry: Withdrawal) -> None:
+        """Set an artifact aside unless the upstream has it. The restored upstream may have
+        withdrawn it, or the region may have applied this withdrawal before the artifact was
+        published again.
+        """
+        if (withdrawn := _withdrawn(namespace, entry)) is None:
+            return
+        key, digest, _ = withdrawn
+        copy = await self.artifacts.find_row(key)
+        if copy is not None and copy.digest.sha256 == digest.sha256:
+            found = await self.client.look_up(namespace, [key], is_comparison=True)
+            if not any(each.digest == str(digest) for each in found.found):
+                await self.set_aside.add(copy)
 
     async def _drop(self, key: StoredKey, digest: Digest, *, cause: WithdrawalCause) -> None:
         if await self._delete(key, digest, cause=cause):
@@ -341,12 +388,7 @@ class Follower:
     async def _begin_comparison(
         self, namespace: Namespace, start: ListPosition, end: ListPosition
     ) -> "_Comparison":
-        """Begin a comparison. This server's own list then has a gap: hosts set their copies aside,
-        and a download that began before stores none (`queries.upstream.is_withdrawn_since`).
-        """
-        async with self.database.writing() as connection:
-            await add_gap(connection, namespace, now=self.clock())
-            await lock_position(connection, namespace)  # see `_refuse_withdrawn` of uploads
+        await self._break_list(namespace)
         self._comparisons[namespace] = comparison = _Comparison(start, end)
         return comparison
 
@@ -375,6 +417,22 @@ class Follower:
                         await self.set_aside.confirm(row.key, row.digest)
             comparison.compared = rows[-1].key
         return False
+
+
+def _withdrawn(
+    namespace: Namespace, entry: Withdrawal
+) -> tuple[StoredKey, Digest, WithdrawalCause] | None:
+    """Parse a withdrawal. Return None for one of a later release, whose artifacts no job of this
+    server reads.
+    """
+    try:
+        return (
+            StoredKey.parse_path(f"{namespace}/{entry.key}"),
+            Digest.parse(entry.digest, size_bytes=0),
+            WithdrawalCause(entry.cause),
+        )
+    except (InvalidValueError, ValueError):
+        return None
 
 
 @dataclass

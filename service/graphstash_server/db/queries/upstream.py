@@ -353,9 +353,12 @@ async def use_namespace(connection: AsyncConnection, namespace: Namespace) -> No
     await connection.execute(statement)
 
 
-async def lock_position(connection: Transaction, namespace: Namespace) -> None:
-    """Lock the position of a followed namespace until the commit. Lock nothing after it."""
-    await _LOCK_POSITION.fetch(connection, {"followed": namespace})
+async def lock_position(connection: Transaction, namespace: Namespace) -> str | None:
+    """Lock the position of a followed namespace until the commit, and return it. Lock nothing after
+    it.
+    """
+    found = await _LOCK_POSITION.fetch_one(connection, {"followed": namespace})
+    return found[0] if found is not None else None
 
 
 async def find_earlier(connection: AsyncConnection, namespace: Namespace) -> list[ListPosition]:
@@ -369,16 +372,24 @@ async def find_earlier(connection: AsyncConnection, namespace: Namespace) -> lis
 
 
 async def put_position(
-    connection: AsyncConnection, namespace: Namespace, position: ListPosition
-) -> None:
-    """Store the withdrawals of a namespace that the region has applied."""
-    before = await find_position(connection, namespace)
-    known = [] if before is None else [before, *await find_earlier(connection, namespace)]
+    connection: AsyncConnection,
+    namespace: Namespace,
+    position: ListPosition,
+    *,
+    after: ListPosition,
+) -> bool:
+    """Store the withdrawals of a followed namespace that the region has applied after a position.
+    Return False if another process has stored another position since.
+    """
+    if await lock_position(connection, namespace) != after:
+        return False
+    known = [after, *await find_earlier(connection, namespace)]
     earlier = _thinned(
         [each for each in known if 0 < each.number < position.number], newest=position
     )
     values = {"namespace": namespace, "position": position, "earlier": " ".join(earlier)}
     await connection.execute(upsert(connection, upstream_namespaces, values))
+    return True
 
 
 def _thinned(positions: Sequence[ListPosition], *, newest: ListPosition) -> list[ListPosition]:
