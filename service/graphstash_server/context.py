@@ -124,6 +124,7 @@ class ProcessContext:
             accounting=self.accounting,
             clock=clock,
             plausible_clock=plausible,
+            has_tiers=settings.blob_store != "disk",
         )
         self.accounting.when_written = self.artifacts.forget_used
         budgets = _budgets(settings)

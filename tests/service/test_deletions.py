@@ -1,17 +1,24 @@
 """Blobs are deleted beside uploads, other servers and crashes, and no acknowledged blob is lost."""
 
 import asyncio
+from contextlib import AsyncExitStack
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from graphstash_schema import Digest, ErrorCode
 from graphstash_schema.withdrawals import WithdrawalQuery
+from graphstash_server.clock import system_clock
+from graphstash_server.context import open_services
 from graphstash_server.errors import ServerError
 from graphstash_server.services.artifacts import blobs, service
+from graphstash_server.storage import TieredBlobStore
 from graphstash_server.testing.stores import as_chunks
-from support.services import ACTOR, key_of, upload_of
+from support.services import ACTOR, ServiceClient, key_of, upload_of
 from support.stores import TEAM, opener_of_stores
+from support.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -103,8 +110,74 @@ async def test_all_artifacts_are_withdrawn_although_the_store_keeps_their_blobs(
     async with opened() as store:
         await store.fill(5)
         monkeypatch.setattr(store.blobs, "delete", refuse)
-        assert await store.context.artifacts.delete_all(TEAM, actor=ACTOR) == 5
+        assert await store.context.artifacts.delete_all(TEAM, actor=ACTOR) == (5, 5)
         assert await store.kept(5) == []
+
+
+@pytest.mark.sql
+@pytest.mark.parametrize("hanging", [1, 60])
+async def test_clearing_a_namespace_does_not_wait_for_a_store_that_hangs(
+    opened, monkeypatch, hanging
+):
+    """One blob delays no other one. If the store hangs, the rest is left to maintenance."""
+    monkeypatch.setattr(blobs, "_DELETE_SECONDS", 0.05)
+    asked = []
+    async with opened() as store:
+        await store.fill(60)
+        delete = store.blobs.delete
+
+        async def hang(digest, **name):
+            asked.append(digest)
+            if len(set(asked)) <= hanging:
+                await asyncio.Event().wait()
+            return await delete(digest, **name)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store.blobs, "delete", hang)
+            cleared = await store.context.artifacts.delete_all(TEAM, actor=ACTOR)
+            assert cleared == (60, hanging)
+            assert len(store.blobs.blobs) == hanging
+            assert len(asked) == (60 if hanging == 1 else 2 * service._COLLECTED_AT_ONCE)
+            store.clock.turn(10 * 60)  # the claims are over
+            asked.clear()
+            with pytest.raises(ServerError, match="was not deleted"):
+                await store.collect()
+            assert len(asked) == min(hanging, blobs._CLAIMED)
+        store.clock.turn(10 * 60)
+        assert await store.collect() == hanging
+        assert store.blobs.blobs == {}
+
+
+def has_copies(directory):
+    return list(directory.glob("sha256/*/*"))
+
+
+async def test_deleted_artifact_is_not_served_from_the_tier_of_another_host(
+    tmp_path, opened, monkeypatch
+):
+    """The other host has the row in memory and a copy of the blob."""
+    monkeypatch.setattr(service, "_MAX_AGE", timedelta(seconds=0.3))
+    monkeypatch.setattr(service, "_DELETE_SECONDS", 0.5)
+    async with opened() as first:
+        settings = first.context.settings.model_copy(update={"blob_store": "s3"})
+        hosts = []
+        async with AsyncExitStack() as stack:
+            for number in range(2):
+                tier = TieredBlobStore(
+                    first.blobs, tmp_path / f"tier-{number}", limit_bytes=1_000_000
+                )
+                stack.push_async_callback(tier.close)
+                services = open_services(settings, blob_store=tier, clock=system_clock)
+                hosts.append(ServiceClient(await stack.enter_async_context(services)))
+            await hosts[0].put(b"large" * 10_000)
+            for is_deleted in (False, True):
+                if is_deleted:
+                    assert await hosts[0].context.artifacts.delete(key_of(), actor=ACTOR)
+                for host in hosts:
+                    assert (await host.get() is None) is is_deleted
+                if not is_deleted:
+                    copies = partial(has_copies, tmp_path / "tier-1")
+                    await asyncio.to_thread(until, copies)
 
 
 @pytest.mark.sql

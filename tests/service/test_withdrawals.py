@@ -243,7 +243,7 @@ def test_cleared_namespace_withdraws_all_of_its_artifacts(command_on, connect, m
     assert api.get(1).status_code == 200
     result = json.loads(command("clear", "team", "--yes", "--json"))
 
-    assert result == {"namespace": "team", "deleted": 5}
+    assert result == {"namespace": "team", "deleted": 5, "blobs_left": 0}
     page = read(api)
     assert [each.number for each in page.withdrawals] == list(range(1, 7))
     assert {each.key.rpartition("/")[2] for each in page.withdrawals} == {

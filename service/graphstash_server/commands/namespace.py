@@ -164,9 +164,15 @@ def clear(
 
     async def work(context: "ProcessContext") -> None:
         await context.ownership.require_in_database()
-        deleted = await context.artifacts.delete_all(where, actor=Actor.local())
+        deleted, left = await context.artifacts.delete_all(where, actor=Actor.local())
         text = f"{where}: {plural(deleted, 'artifact')} deleted"
-        print_result(text, {"namespace": where, "deleted": deleted}, as_json=as_json)
+        if left:
+            text += (
+                f"; the store has not deleted {plural(left, 'blob')} in time: the servers delete "
+                "them later"
+            )
+        record = {"namespace": where, "deleted": deleted, "blobs_left": left}
+        print_result(text, record, as_json=as_json)
 
     run_with_services(work)
 

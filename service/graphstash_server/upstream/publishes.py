@@ -231,7 +231,9 @@ class Publishes:
         if outcome in {"refused", "early"}:
             return outcome
         if outcome == "conflict":
-            await self.artifacts.delete(key, actor=UPSTREAM, digest=str(digest))
+            withdrawn = await self.artifacts.withdraw(key, actor=UPSTREAM, digest=str(digest))
+            if withdrawn is not None:
+                self.artifacts.collect_soon(withdrawn)
         async with self.database.writing() as connection:
             await end_publish(connection, key, digest)
         return outcome

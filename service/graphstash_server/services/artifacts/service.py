@@ -10,9 +10,11 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import TypeVar
+from time import monotonic
+from typing import NamedTuple, TypeVar
 
 from graphstash_schema import AuditAction, Digest, Namespace, VerifyResponse
 from graphstash_schema.protocol import LOOKUP_PIN_SECONDS, MAX_MANIFEST_ENTRIES
@@ -33,7 +35,7 @@ from graphstash_server.db.queries.artifacts import (
     note_look_up,
 )
 from graphstash_server.db.queries.audit import AuditRecord, add_audit
-from graphstash_server.db.queries.deletions import add_deletions
+from graphstash_server.db.queries.deletions import add_deletions, find_marked
 from graphstash_server.db.queries.locks import share_blobs
 from graphstash_server.db.queries.recorded_times import record_healing
 from graphstash_server.db.queries.reports import drop_reports, find_unconfirmed
@@ -59,8 +61,15 @@ _NO_AGE = timedelta(0)
 _MAX_AGE = timedelta(seconds=2)
 
 _DELETE_SECONDS = _MAX_AGE.total_seconds() + 0.5
-"""Seconds that the deletion of an artifact waits for the store to delete the blob. Then no process
-has the row in memory, so none serves the blob although the store still has it."""
+"""Seconds until a deletion is answered if another process may still read the blob: the store has
+not deleted it, another artifact has it, or a host has a copy of it (`storage.tier`). By then, no
+process has the row in memory, so none serves the blob."""
+
+_COLLECT_SECONDS = 30.0
+"""Seconds that `ArtifactService.delete_all` waits for the store to delete some blobs."""
+
+_COLLECTED_AT_ONCE = 20
+"""Number of these blobs."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -74,7 +83,7 @@ class RecentRows:
     A change by this process drops the row. After a change by another process, opening the blob
     usually fails, and the database is queried. If the blob stays, the old artifact is served for at
     most two seconds (`_MAX_AGE`). It stays if the artifact is withheld, another artifact has the
-    same blob, or a disk tier keeps a copy.
+    same blob, or a disk tier keeps a copy. A deletion is answered after that time.
     """
 
     clock: Clock
@@ -144,6 +153,13 @@ _ATTEMPTS = 3
 """Attempts to find an artifact with its blob, which is gone if the artifact was just replaced."""
 
 
+class Cleared(NamedTuple):
+    """The number of artifacts that were deleted, and of their blobs that the store still has."""
+
+    artifacts: int
+    blobs_left: int
+
+
 @dataclass(frozen=True, slots=True)
 class OpenArtifact:
     """An artifact whose bytes stay readable even if it is deleted. The caller closes `reader`."""
@@ -154,7 +170,11 @@ class OpenArtifact:
 
 @dataclass(kw_only=True, eq=False)
 class ArtifactService:
-    """All operations on artifacts except uploads (`UploadService`)."""
+    """All operations on artifacts except uploads (`UploadService`).
+
+    Attributes:
+        has_tiers: whether hosts may have copies of blobs in disk tiers.
+    """
 
     database: Database
     blobs: BlobStore
@@ -162,12 +182,13 @@ class ArtifactService:
     accounting: Accounting
     clock: Clock
     plausible_clock: Clock
+    has_tiers: bool
 
     def __post_init__(self) -> None:
         self._recent = RecentRows(clock=self.clock)
         self._protected = self.accounting.counters.host.protected
         self._noted: OrderedDict[StoredKey, datetime] = OrderedDict()
-        self._collecting: set[asyncio.Task[None]] = set()
+        self._collecting: set[asyncio.Task[set[Digest]]] = set()
         self._verifying: dict[Digest, asyncio.Task[bool | None]] = {}
         self._verifiers = asyncio.Semaphore(_MAX_VERIFIED)
 
@@ -316,19 +337,31 @@ class ArtifactService:
 
     async def delete(self, key: StoredKey, *, actor: Actor, digest: str | None = None) -> bool:
         """Delete an artifact, withheld or not. Return False if it is absent, or has another digest
-        than the given one. If the store hangs, its blob stays marked for deletion, and is deleted
-        later.
+        than the given one. When it returns, no server serves the artifact. If the store hangs, its
+        blob stays marked for deletion, and is deleted later.
         """
         withdrawn = await self.withdraw(key, actor=actor, digest=digest)
         if withdrawn is None:
             return False
-        collecting = in_background(self.collect([withdrawn]))
+        began = monotonic()
+        collecting = self.collect_soon(withdrawn)
+        done, _ = await asyncio.wait({collecting}, timeout=_DELETE_SECONDS)
+        await self._outlast_rows(began, is_deleted=bool(done) and withdrawn in collecting.result())
+        return True
+
+    async def _outlast_rows(self, began: float, *, is_deleted: bool) -> None:
+        """Wait until no process has the row of an artifact in memory that was deleted before
+        `began`, unless no process can read its blob.
+        """
+        if self.has_tiers or not is_deleted:
+            await asyncio.sleep(began + _DELETE_SECONDS - monotonic())
+
+    def collect_soon(self, digest: Digest) -> "asyncio.Task[set[Digest]]":
+        """Begin to delete the blob of a deleted artifact, see `collect`."""
+        collecting = in_background(self.collect([digest]))
         self._collecting.add(collecting)
         collecting.add_done_callback(self._collecting.discard)
-        done, _ = await asyncio.wait({collecting}, timeout=_DELETE_SECONDS)
-        for task in done:
-            task.result()
-        return True
+        return collecting
 
     async def close(self) -> None:
         """Cancel the deletion of blobs. Another process continues it."""
@@ -355,10 +388,11 @@ class ArtifactService:
             if await self._delete([row], actor=actor, cause=cause):
                 return row.digest
 
-    async def delete_all(self, namespace: Namespace, *, actor: Actor) -> int:
-        """Delete all artifacts of a namespace, withheld or not. Return their number.
+    async def delete_all(self, namespace: Namespace, *, actor: Actor) -> "Cleared":
+        """Delete all artifacts of a namespace, withheld or not.
 
-        Their blobs are deleted last, because that may take long.
+        Their blobs are deleted last, because that may take long. If the store does not delete two
+        pages of them within `_COLLECT_SECONDS` each, the others are left to maintenance.
         """
         withdrawn: list[Digest] = []
         after = None
@@ -376,20 +410,42 @@ class ArtifactService:
                 if (digest := await self.withdraw(key, actor=actor)) is not None:
                     withdrawn.append(digest)
             after = page[-1].key
-        await self.collect(withdrawn)
-        return len(withdrawn)
+        began = monotonic()
+        deleted, left = await self._collect_pages(list(dict.fromkeys(withdrawn)))
+        await self._outlast_rows(began, is_deleted=deleted >= set(withdrawn))
+        return Cleared(len(withdrawn), left)
 
-    async def collect(self, digests: Sequence[Digest]) -> None:
-        """Delete the blobs of deleted artifacts, unless others need them. Maintenance deletes those
-        that the store does not delete now.
+    async def _collect_pages(self, digests: Sequence[Digest]) -> tuple[set[Digest], int]:
+        """Delete many blobs, see `delete_all`. Return those that were deleted, and how many are
+        left to maintenance.
+        """
+        deleted: set[Digest] = set()
+        left = late_pages = 0
+        for start in range(0, len(digests), _COLLECTED_AT_ONCE):
+            page = digests[start : start + _COLLECTED_AT_ONCE]
+            if late_pages < 2:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(_COLLECT_SECONDS):
+                        deleted |= await self.collect(page)
+            async with self.database.reading() as connection:
+                marked = len(await find_marked(connection, page))
+            late_pages = late_pages + 1 if marked or late_pages == 2 else 0
+            left += marked
+        return deleted, left
+
+    async def collect(self, digests: Sequence[Digest]) -> set[Digest]:
+        """Delete the blobs of deleted artifacts, unless others need them. Return those that were
+        deleted, if the store deleted all. Maintenance deletes those that the store does not delete
+        now.
         """
         try:
-            await self.collector.collect_all(digests, only_marked=True)
+            return await self.collector.collect_all(digests, only_marked=True)
         except ServerError as error:
             _LOGGER.warning(
                 "artifacts are deleted, but not all of their blobs; maintenance will retry: %s",
                 error,
             )
+            return set()
 
     async def note_absent(self, rows: Sequence[Artifact]) -> list[Artifact]:
         """Note that the blobs of artifacts are absent. Return the noted artifacts. Skip an artifact
