@@ -184,6 +184,7 @@ class ProcessContext:
                 policies=self.policies,
                 ownership=self.ownership,
                 quarantine=self.quarantine,
+                plausible_clock=plausible,
             )
             self.leases = self.region.leases
             self.access.upstream = self.region.access
@@ -253,6 +254,7 @@ class ProcessContext:
             ),
             toolchains_kept=settings.retain_toolchains,
             audit_kept_for=timedelta(days=settings.audit_days),
+            evict_set_aside=self.region.set_aside.evict_old if self.region is not None else None,
         )
 
 

@@ -34,6 +34,7 @@ from support.changes import execute
 from support.http_server import Answer
 from support.regions import envelope
 from support.services import opener, upload_of
+from support.stores import DAY
 from support.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -278,6 +279,42 @@ async def test_copy_that_the_upstream_may_have_withdrawn_is_set_aside(opened_reg
         assert center.delete(3).status_code == 204
         await region.catch_up()
         assert await stored(key_in(center, 3)) is None
+
+
+async def test_copy_that_is_set_aside_is_evicted_if_the_upstream_still_lacks_it_after_a_week(
+    opened_region, world
+):
+    async with opened_region() as region:
+        await region.context.plausible_clock.observe()
+        center = await region.copy(1, 2, 3)
+        blob = envelope(center, 9)
+        await region.publish(center, 9, blob)
+        await make_gap(world, center)
+        lose = "DELETE FROM artifacts WHERE fingerprint "
+        kept = f"<> '{center.fingerprint(3)}'"
+        await asyncio.to_thread(execute, world.center.database_url, lose + kept)
+        await region.catch_up()
+        stored = region.context.artifacts.find_row
+        await region.region.set_aside.add(await stored(key_in(center, 9)))  # still queued
+        before = (await region.context.withdrawals.read(center.namespace, WithdrawalQuery())).newest
+        assert center.put(envelope(center, 1), 1).status_code == 201
+        for days, held in ((6, 3), (2, 3), (1, 1)):
+            if days == 2:
+                region.region.client.mark_down("in this test")
+            region.clock.turn(days * DAY)
+            await region.context.maintenance.run_once()
+            region.region.client.mark_up()
+            assert len((await region.context.quarantine.list_withheld()).artifacts) == held
+        await region.context.collector.collect_marked()
+        assert await region.kept(center, 1, 2, 3) == [1, 3]
+        assert await stored(key_in(center, 2)) is None
+        assert (await stored(key_in(center, 9))).digest == Digest.of(blob)
+        assert len(opened_region.blobs.blobs) == 3
+        entries = (await region.context.audit.read(limit=9)).entries
+        (evicted,) = [each for each in entries if each.action == "evict"]
+        assert evicted.subject == str(key_in(center, 2).key)
+        page = await region.context.withdrawals.read(center.namespace, WithdrawalQuery())
+        assert page.newest == before
 
 
 async def test_failed_upload_or_download_keeps_the_copy_that_is_set_aside(opened_region, world):

@@ -11,6 +11,7 @@ from graphstash_server.services.artifacts.quarantine import QuarantineService
 from graphstash_server.services.artifacts.uploads import UploadService
 from graphstash_server.services.jobs.leases import LeaseService
 from graphstash_server.services.namespaces import PolicyService
+from graphstash_server.services.plausible_clock import PlausibleClock
 from graphstash_server.settings import Settings
 from graphstash_server.upstream.access import UpstreamAccess
 from graphstash_server.upstream.client import UpstreamClient, UpstreamError
@@ -36,6 +37,7 @@ class Region:
         policies: PolicyService,
         ownership: OwnershipService,
         quarantine: QuarantineService,
+        plausible_clock: PlausibleClock,
     ) -> None:
         """Connect to nothing yet. `leases` are those of a server without an upstream.
 
@@ -50,8 +52,13 @@ class Region:
             clock=clock,
             offline=timedelta(seconds=settings.upstream_offline_seconds),
         )
-        set_aside = SetAside(
-            database=database, artifacts=artifacts, quarantine=quarantine, clock=clock
+        self.set_aside = set_aside = SetAside(
+            database=database,
+            artifacts=artifacts,
+            quarantine=quarantine,
+            client=client,
+            clock=clock,
+            plausible_clock=plausible_clock,
         )
         self.fetches = Fetches(
             client=client,

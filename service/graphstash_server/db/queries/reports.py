@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from sqlalchemy import and_, delete, func, select
+from sqlalchemy import and_, delete, func, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Digest, Namespace, ReportReason
@@ -20,6 +20,7 @@ from graphstash_server.db.queries.shared import (
     key_values,
     keys_parameters,
     same_key,
+    stored_key,
     upsert,
 )
 from graphstash_server.db.tables import artifacts, reports
@@ -33,6 +34,7 @@ __all__ = [
     "find_reporter",
     "find_unconfirmed",
     "list_reports",
+    "list_unconfirmed",
 ]
 
 
@@ -85,6 +87,22 @@ _UNCONFIRMED = Prepared(
         are_keys(reports, dialect), reports.c.reason == ReportReason.UNCONFIRMED.value
     )
 )
+
+
+async def list_unconfirmed(
+    connection: AsyncConnection, *, before: datetime, after: StoredKey | None, limit: int
+) -> list[StoredKey]:
+    """Return a page of the keys that a region reported as unconfirmed before a time, in order."""
+    columns = [reports.c[name] for name in KEY_COLUMNS]
+    statement = select(*columns).where(
+        reports.c.reason == ReportReason.UNCONFIRMED.value,
+        reports.c.reported_at < before,
+        reports.c.kind.in_(KNOWN_KINDS),
+    )
+    if after is not None:
+        statement = statement.where(tuple_(*columns) > after.columns)
+    found = await connection.execute(statement.order_by(*columns).limit(limit))
+    return [stored_key(each) for each in found]
 
 
 async def drop_reports(connection: Transaction, keys: Sequence[StoredKey]) -> None:

@@ -388,6 +388,12 @@ class ArtifactService:
             if await self._delete([row], actor=actor, cause=cause):
                 return row.digest
 
+    async def evict(self, rows: Sequence[Artifact], *, actor: Actor, reason: str) -> int:
+        """Evict artifacts of one namespace, withheld or not. Return their number. Hosts keep their
+        copies, and maintenance deletes the blobs.
+        """
+        return len(await self._delete(rows, actor=actor, eviction=reason))
+
     async def delete_all(self, namespace: Namespace, *, actor: Actor) -> "Cleared":
         """Delete all artifacts of a namespace, withheld or not.
 
@@ -556,10 +562,11 @@ class ArtifactService:
         *,
         actor: Actor | None = None,
         cause: WithdrawalCause = WithdrawalCause.DELETED,
+        eviction: str = "",
     ) -> list[Artifact]:
         """Delete the artifacts of one namespace that are unchanged, and return them. With an actor,
-        record withdrawals and write to the audit log. Without one, the artifacts have lost their
-        blobs. The blobs are marked, for `collect`.
+        write to the audit log and, unless there is a reason for an eviction, record withdrawals.
+        Without an actor, the artifacts have lost their blobs. The blobs are marked, for `collect`.
         """
         if not rows:
             return []
@@ -582,19 +589,16 @@ class ArtifactService:
                 await record_healing(connection, self.plausible_clock())
             if gone and actor is not None:
                 now = self.clock()
-                await add_audit(
-                    connection,
-                    [
-                        AuditRecord.of_artifact(now, actor, AuditAction.DELETE, row.key, row.digest)
-                        for row in gone
-                    ],
-                )
-                await add_withdrawals(
-                    connection,
-                    [(row.key, row.digest) for row in gone],
-                    cause=cause,
-                    now=now,
-                )
+                action = AuditAction.EVICT if eviction else AuditAction.DELETE
+                records = [
+                    AuditRecord.of_artifact(
+                        now, actor, action, row.key, f"{eviction} {row.digest}".lstrip()
+                    )
+                    for row in gone
+                ]
+                await add_audit(connection, records)
+                withdrawn = [] if eviction else [(row.key, row.digest) for row in gone]
+                await add_withdrawals(connection, withdrawn, cause=cause, now=now)
         for row in rows:
             self.forget(row.key)
         return gone

@@ -139,6 +139,7 @@ class Maintenance:
     unused_longer_than: timedelta | None
     toolchains_kept: int | None
     audit_kept_for: timedelta
+    evict_set_aside: Callable[[], Awaitable[None]] | None
 
     def __post_init__(self) -> None:
         self._failed: dict[str, _Failed] = {}
@@ -175,6 +176,8 @@ class Maintenance:
         await self._do("drop unused environments", _HOURLY, self.explanations.drop_unused)
         await self._do("drop old history and runs", _HOURLY, self._drop_old)
         await self._do("retention", _HOURLY, self.retain)
+        if self.evict_set_aside is not None:
+            await self._do("evict copies set aside", _HOURLY, self.evict_set_aside)
         await self._do("prune the audit log", _HOURLY, self._prune)
         await self._do("look for absent blobs again", _HOURLY, self.reconciler.look_again)
         await self._do("compare rows and blobs", _DAILY, self._compare)
