@@ -24,11 +24,13 @@ from typing import Any
 _ZYGOTE = Path(__file__).with_name("zygote.py")
 COMMANDS = (
     *("graphstash._http.connections", "graphstash._cli.main"),
+    *("graphstash_server.__main__", "graphstash.hooks.installing"),
+    *("graphstash_server.settings:load_settings", "graphstash_server.db.migrate:newest_revision"),
     *("graphstash_server.serving.workers", "uvicorn.lifespan.on"),
     *("graphstash_server.context", "aiosqlite", "alembic.command", "alembic.script", "uvloop"),
     *("platformdirs.unix", "pydantic_settings"),
 )
-"""Modules that the zygote of the commands imports."""
+"""Modules that the zygote of the commands imports, and functions that it calls."""
 
 _READ_LATER = re.compile(
     "_?GRAPHSTASH_|XDG_|AWS_|OTEL_(?!PROPAGATORS|PYTHON_)|PYTEST_|(COLUMNS|NO_COLOR|PYTHONUNBUFFERED)$"

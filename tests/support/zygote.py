@@ -211,4 +211,5 @@ if __name__ == "__main__":
             exec(sys.argv.pop(1), vars(main))  # a server with changed modules, or a worker
         else:
             del sys.argv[0]
+            sys.modules.pop(f"{sys.argv[0]}.__main__", None)  # runpy warns of a module that it runs
             runpy._run_module_as_main(sys.argv[0])  # type: ignore[attr-defined] # as `python -m`

@@ -6,6 +6,7 @@ database. This makes a rolling upgrade possible.
 
 import asyncio
 import fcntl
+import functools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -64,7 +65,8 @@ def migrate(url: str, *, lock_path: Path) -> None:
         StartError: the database cannot be reached or used.
     """
     with _locked(lock_path), failures_named(url):
-        if not is_of_later_release(asyncio.run(find_revision(url))):
+        found = asyncio.run(find_revision(url))
+        if found != newest_revision() and not is_of_later_release(found):
             _upgrade(url)
 
 
@@ -141,9 +143,14 @@ def _tables_of_extensions(connection: Connection) -> set[str]:
 
 def newest_revision() -> str:
     """Return the newest revision of this release."""
-    head = ScriptDirectory.from_config(alembic_config("")).get_current_head()
-    assert head is not None  # noqa: S101 - this release has revisions
-    return head
+    return _revisions()[0]
+
+
+@functools.cache
+def _revisions() -> tuple[str, ...]:
+    """Return the revisions of this release, from the newest to the oldest."""
+    scripts = ScriptDirectory.from_config(alembic_config(""))
+    return tuple(script.revision for script in scripts.walk_revisions())
 
 
 def alembic_config(url: str) -> Config:
@@ -187,9 +194,7 @@ def _upgrade(url: str) -> None:
 
 def is_of_later_release(revision: str | None) -> bool:
     """Return whether a database is at a revision that this release does not have."""
-    scripts = ScriptDirectory.from_config(alembic_config(""))
-    known = {script.revision for script in scripts.walk_revisions()}
-    if revision is None or revision in known:
+    if revision is None or revision in _revisions():
         return False
     _LOGGER.warning("the database is at revision %s, later than this release's", revision)
     return True

@@ -25,7 +25,7 @@ def prepare() -> None:
     config.compile_threads = 1
     cpu_vec_isa.valid_vec_isa_list()
     x = torch.ones(2, 2, requires_grad=True)
-    torch.compile(lambda x: x @ x)(x).sum().backward()
+    torch.compile(lambda x: x @ x + torch.ones(2, 2))(x).sum().backward()
     torch._dynamo.reset()
     user_code_of(torch.fx.symbolic_trace(lambda x: x.sin()), [])  # searches torch's tables
 
