@@ -418,6 +418,26 @@ async def test_comparison_that_another_process_finished_is_not_resumed(opened_re
         assert await one.kept(center, first, *others) == others
 
 
+@pytest.mark.usefixtures("small_steps")
+async def test_host_that_copied_an_artifact_during_the_comparison_sets_it_aside(
+    opened_region, world
+):
+    """A host reads the list and copies an artifact before the region sets the artifact aside."""
+    async with opened_region() as region:
+        center = await region.copy(1, 2)
+        first, last = sorted((1, 2), key=center.fingerprint)
+        await make_gap(world, center)
+        lose = f"DELETE FROM artifacts WHERE fingerprint = '{center.fingerprint(last)}'"
+        await asyncio.to_thread(execute, world.center.database_url, lose)
+        await region.follow()
+        assert await region.kept(center, first, last) == [first, last]
+        read = region.context.withdrawals.read
+        position = (await read(center.namespace, WithdrawalQuery())).newest
+        await region.catch_up()
+        assert await region.kept(center, first, last) == [first]
+        assert not (await read(center.namespace, WithdrawalQuery(after=position))).is_complete
+
+
 async def test_download_that_began_before_a_gap_stores_nothing(opened_region, world):
     is_sent, go_on = threading.Event(), threading.Event()
 

@@ -274,6 +274,8 @@ class Follower:
                     break
                 del self._comparisons[namespace]
                 applied = comparison.end
+            if not page.is_complete or any(entry.number < doubted for entry in page.withdrawals):
+                await self._break_list(namespace)  # hosts may have copied what was set aside since
             async with self.database.writing() as connection:
                 if not await put_position(connection, namespace, applied, after=position):
                     break
