@@ -532,11 +532,15 @@ def test_refusal_that_ends_by_itself_is_temporary():
         assert is_temporary(RefusedError("later", code=code, status=STATUS[code])), code
 
 
-@pytest.mark.parametrize("withdraw", [delete, withhold])
+@pytest.mark.parametrize(
+    ("withdraw", "seconds"),
+    [(delete, 0.0), (withhold, 0.0), (delete, 60.0)],
+    ids=["deleted", "withheld", "deleted while it is sent"],
+)
 def test_artifact_withdrawn_after_the_lookup_is_not_published(
-    left, up, next_job, withdraw, monkeypatch
+    left, up, next_job, withdraw, seconds, monkeypatch
 ):
-    monkeypatch.setattr("graphstash._artifacts.catch_up._LOOKUP_SECONDS", 0.0)
+    monkeypatch.setattr("graphstash._artifacts.catch_up._LOOKUP_SECONDS", seconds)
     left(1, 2)
 
     def withdrawn_by_another(_):

@@ -115,6 +115,7 @@ class CatchUp:
         self._is_dry = is_dry
         self._described: list[Description] = []
         self._asked_at = -math.inf
+        self._withdrawals: str | None = None
 
     def wanted(self) -> Sequence[BundleEntry]:
         """Return the artifacts to publish: fewest attempts first, then the most valuable.
@@ -133,7 +134,7 @@ class CatchUp:
             return ()
         keys, asked_at = list(recorded), time()
         reply = self._server.lookup(keys)
-        self._asked_at = monotonic()
+        self._asked_at, self._withdrawals = monotonic(), reply.newest_withdrawal
         stash.standing.take(namespace, keys, reply, asked_at=asked_at)
         if not stash.standing.has_list(namespace):
             raise CacheError(
@@ -152,7 +153,8 @@ class CatchUp:
         )
 
     def publish(self, wanted: Sequence[BundleEntry]) -> None:
-        """Publish artifacts in this order, within the limits. Repeat the look-up every minute.
+        """Publish artifacts in this order, within the limits. Repeat the look-up every minute, and
+        when the server has withdrawn an artifact since.
 
         After a failed upload, continue unless the next upload would fail for the same reason.
 
@@ -162,6 +164,7 @@ class CatchUp:
         """
         failure: CacheError | None = None
         left = deque(wanted)
+        repeated: list[BundleEntry] = []
         try:
             while left and not self._is_stopped() and self._left_seconds > 0:
                 if monotonic() - self._asked_at > _LOOKUP_SECONDS:
@@ -176,6 +179,11 @@ class CatchUp:
                     if self._may_publish(entry):
                         self._publish(entry)
                 except CacheError as error:
+                    if _is_withdrawn(error) and entry not in repeated:
+                        repeated.append(entry)
+                        left.append(entry)
+                        self._asked_at = -math.inf
+                        continue
                     if _concerns_all(error):
                         failure = error
                         break
@@ -334,6 +342,7 @@ class CatchUp:
                 entry.digest,
                 metadata,
                 from_origin=OWN,
+                withdrawals=self._withdrawals,
                 between_chunks=self._end_if_stopped,
             )
         except ConflictError as error:
@@ -359,6 +368,11 @@ class _Copy(NamedTuple):
     file: IO[bytes]
     proof: Provenance
     origin: str
+
+
+def _is_withdrawn(error: CacheError) -> bool:
+    """Return whether the server has withdrawn the bytes since the look-up."""
+    return isinstance(error, RefusedError) and error.status == 412
 
 
 def _concerns_all(error: CacheError) -> bool:

@@ -248,6 +248,7 @@ class Stash:
         *,
         from_origin: str,
         asked_at: float | None = None,
+        withdrawals: str | None = None,
         between_chunks: Callable[[], None] = lambda: None,
         when_busy: Callable[[BusyError], bool] = lambda _: False,
     ) -> None:
@@ -261,7 +262,14 @@ class Stash:
         is_in_doubt = False
         while True:
             try:
-                server.upload(key, envelope, digest, metadata, between_chunks=between_chunks)
+                server.upload(
+                    key,
+                    envelope,
+                    digest,
+                    metadata,
+                    withdrawals=withdrawals,
+                    between_chunks=between_chunks,
+                )
             except CacheError as error:
                 is_in_doubt |= error.is_in_doubt
                 if isinstance(error, BusyError) and when_busy(error):
@@ -289,7 +297,7 @@ def is_temporary(error: CacheError) -> bool:
     if isinstance(error, RefusedError):
         if error.status >= 500 or error.status == 401:  # an expired token
             return True
-        return error.code in RETRYABLE or error.status == 408
+        return error.code in RETRYABLE or error.status in (408, 412)
     return not isinstance(error, LocalTierError | VerificationError)
 
 

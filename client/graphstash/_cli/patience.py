@@ -52,9 +52,10 @@ class PatientClient(ServerClient):
         digest: Digest,
         metadata: ArtifactMetadata,
         *,
+        withdrawals: str | None = None,
         between_chunks: Callable[[], None] = lambda: None,
     ) -> None:
-        send = partial(super().upload, between_chunks=between_chunks)
+        send = partial(super().upload, withdrawals=withdrawals, between_chunks=between_chunks)
         patiently(lambda: send(key, blob, digest, metadata))
 
 

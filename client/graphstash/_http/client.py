@@ -31,6 +31,7 @@ from graphstash_schema.protocol import (
     API_PREFIX,
     HEADER_LEASE,
     HEADER_METADATA,
+    HEADER_WITHDRAWALS,
     HEADER_WRITERS,
     MAX_LOOKUP_KEYS,
     MAX_MANIFEST_ENTRIES,
@@ -190,17 +191,22 @@ class ServerClient:
         digest: schema.Digest,
         metadata: schema.ArtifactMetadata,
         *,
+        withdrawals: str | None = None,
         between_chunks: Callable[[], None] = lambda: None,
     ) -> None:
-        """Publish the leading bytes of `blob` that `digest` covers.
+        """Publish the leading bytes of `blob` that `digest` covers. The server answers 412 if its
+        list of withdrawals names them after the position `withdrawals`.
 
         Raises:
             ConflictError: the server keeps different bytes under this key.
         """
+        headers = {"Repr-Digest": digest.repr_digest, HEADER_METADATA: metadata.to_header()}
+        if withdrawals is not None:
+            headers[HEADER_WITHDRAWALS] = withdrawals
         with self._writing():
             answer = self._transport.upload(
                 key.artifact_path(self.config.namespace),
-                headers={"Repr-Digest": digest.repr_digest, HEADER_METADATA: metadata.to_header()},
+                headers=headers,
                 chunks=partial(_read_chunks, blob, digest.size_bytes, between_chunks),
                 size_bytes=digest.size_bytes,
             )
