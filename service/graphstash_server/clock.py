@@ -6,7 +6,16 @@ from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import TypeAlias
 
-__all__ = ["Ago", "Clock", "SteadyClock", "jitter", "parsed_time", "steady_seconds", "system_clock"]
+__all__ = [
+    "Ago",
+    "Clock",
+    "SteadyClock",
+    "jitter",
+    "parsed_time",
+    "steady_seconds",
+    "system_clock",
+    "without_steps",
+]
 
 Clock: TypeAlias = Callable[[], datetime]
 """Returns the current time as an aware UTC time."""
@@ -40,6 +49,15 @@ def steady_seconds() -> float:
     """Return the seconds since this host booted, including the time that it was suspended."""
     return time.clock_gettime(_STEADY)
 
+
+def without_steps(steady: SteadyClock) -> Clock:
+    """Return a clock for ages in memory. Setting the host's clock does not change it. It begins at
+    an arbitrary time.
+    """
+    return lambda: _EPOCH + timedelta(seconds=steady())
+
+
+_EPOCH = datetime(2000, 1, 1, tzinfo=UTC)
 
 _random = random.SystemRandom()
 

@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING
 
 from sqlalchemy.engine import make_url
 
-from graphstash_server.clock import Clock, SteadyClock, jitter, steady_seconds, system_clock
+from graphstash_server.clock import (
+    Clock,
+    SteadyClock,
+    jitter,
+    steady_seconds,
+    system_clock,
+    without_steps,
+)
 from graphstash_server.db.corruption import advice_for, find_corruption
 from graphstash_server.db.database_clock import DatabaseClock
 from graphstash_server.db.engine import Database
@@ -92,6 +99,7 @@ class ProcessContext:
         self.settings = settings
         self.database = database
         self.clock = clock
+        steady_clock = without_steps(steady)
         # Most services that age, pin or delete rows use this clock: a wrong time would delete
         # valid rows. Sessions and the collection of blobs use `clock`.
         self.plausible_clock = plausible = PlausibleClock(
@@ -107,7 +115,7 @@ class ProcessContext:
         self.tokens = TokenService(database=database, clock=clock)
         self.access = AccessService(
             is_open=settings.is_open,
-            tokens=KnownTokens(database=database, clock=clock),
+            tokens=KnownTokens(database=database, clock=steady_clock),
             oidc=OidcVerifier(issuers) if (issuers := settings.trusted_issuers) else None,
             accounting=self.accounting,
             clock=clock,
@@ -123,6 +131,7 @@ class ProcessContext:
             collector=self.collector,
             accounting=self.accounting,
             clock=clock,
+            steady_clock=steady_clock,
             plausible_clock=plausible,
             has_tiers=settings.blob_store != "disk",
         )

@@ -513,3 +513,23 @@ async def test_uptime_does_not_depend_on_the_clock(opened):
         opened.clock.jump(200 * DAY_SECONDS)
         opened.clock.turn(5)
         assert (await server.context.statistics.read()).uptime_seconds == 5
+
+
+async def test_clock_that_was_set_back_makes_no_cached_row_or_token_valid_again(opened):
+    """Each was read before a change by another process, and not used until the clock arrives at the
+    same time again.
+    """
+    async with opened() as one, opened() as other:
+        await one.put(b"shared", 1)
+        await one.put(b"shared", 2)  # keeps the blob
+        issued = await new_token(one.context.tokens)
+        tokens = other.context.access.tokens
+        assert await other.get(1) == b"shared"
+        assert await tokens.find(issued.info.id) is not None
+        opened.clock.jump(-HOUR_SECONDS)
+        assert await one.context.artifacts.withdraw(key_of(1), actor=ACTOR)
+        assert await one.context.tokens.revoke(issued.info.id, actor=ACTOR)
+        opened.clock.turn(HOUR_SECONDS)
+        assert await other.get(1) is None
+        assert tokens.find_now(issued.info.id) is None
+        assert await tokens.find(issued.info.id) is None

@@ -83,7 +83,8 @@ class RecentRows:
     A change by this process drops the row. After a change by another process, opening the blob
     usually fails, and the database is queried. If the blob stays, the old artifact is served for at
     most two seconds (`_MAX_AGE`). It stays if the artifact is withheld, another artifact has the
-    same blob, or a disk tier keeps a copy. A deletion is answered after that time.
+    same blob, or a disk tier keeps a copy. A deletion is answered after that time. `clock` is never
+    set back.
     """
 
     clock: Clock
@@ -98,7 +99,7 @@ class RecentRows:
         if kept is None:
             return None
         since, row = kept
-        if not _NO_AGE <= self.clock() - since <= _MAX_AGE:
+        if self.clock() - since > _MAX_AGE:
             del self._rows[key]
             return None
         self._rows.move_to_end(key)
@@ -107,7 +108,7 @@ class RecentRows:
     def add(self, row: Artifact, *, read_at: datetime) -> None:
         """Cache a row that was read at `read_at`, unless it was dropped or read again since."""
         dropped_at = self._dropped_at.get(row.key)
-        if dropped_at is not None and read_at <= dropped_at <= self.clock():
+        if dropped_at is not None and read_at <= dropped_at:
             return
         since, _ = self._rows.get(row.key, (read_at, row))
         if since <= read_at:
@@ -173,6 +174,7 @@ class ArtifactService:
     """All operations on artifacts except uploads (`UploadService`).
 
     Attributes:
+        steady_clock: clock that is never set back.
         has_tiers: whether hosts may have copies of blobs in disk tiers.
     """
 
@@ -181,11 +183,12 @@ class ArtifactService:
     collector: BlobCollector
     accounting: Accounting
     clock: Clock
+    steady_clock: Clock
     plausible_clock: Clock
     has_tiers: bool
 
     def __post_init__(self) -> None:
-        self._recent = RecentRows(clock=self.clock)
+        self._recent = RecentRows(clock=self.steady_clock)
         self._protected = self.accounting.counters.host.protected
         self._noted: OrderedDict[StoredKey, datetime] = OrderedDict()
         self._collecting: set[asyncio.Task[set[Digest]]] = set()
@@ -216,7 +219,7 @@ class ArtifactService:
         row = self._recent.get(key)
         if row is not None:
             return (row,)
-        read_at = self.clock()
+        read_at = self.steady_clock()
         found = find_artifact_now(self.database, key)
         for row in found or ():
             self._recent.add(row, read_at=read_at)
@@ -529,9 +532,11 @@ class ArtifactService:
             dropped += gone
         return dropped
 
-    def remember(self, row: Artifact) -> None:
-        """Cache the row of an artifact that was just stored, because many may wait for it."""
-        self._recent.add(row, read_at=row.created_at)
+    def remember(self, row: Artifact, *, read_at: datetime) -> None:
+        """Cache the row of an artifact that was just stored, because many may wait for it.
+        `read_at` is a time before the commit by `steady_clock`.
+        """
+        self._recent.add(row, read_at=read_at)
 
     def forget(self, key: StoredKey) -> None:
         """Make the next request for a changed artifact query the database."""
@@ -542,7 +547,7 @@ class ArtifactService:
         self._recent.drop_used(keys)
 
     async def _read(self, key: StoredKey) -> Artifact | None:
-        read_at = self.clock()
+        read_at = self.steady_clock()
         row = await find_artifact(self.database, key)
         if row is not None:
             self._recent.add(row, read_at=read_at)

@@ -562,6 +562,7 @@ class UploadService:
 
     async def _commit(self, upload: Upload, held: ExitStack) -> bool:
         """Make a stored blob visible, see `publish`. Then release what the upload `held`."""
+        began = self.artifacts.steady_clock()
         try:
             with held:
                 commit = await self.committer.commit(upload)
@@ -569,7 +570,7 @@ class UploadService:
             await self._drop_blob(upload.digest)
             raise
         if commit.stored is not None:
-            self.artifacts.remember(commit.stored)
+            self.artifacts.remember(commit.stored, read_at=began)
             self.accounting.count_put(upload.key, job=upload.job)
         if commit.replaced is not None and upload.displaces and not upload.displaces.withheld_at:
             self.accounting.count_healed()

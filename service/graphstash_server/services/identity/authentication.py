@@ -45,7 +45,6 @@ MAX_DECISION_AGE: Final = timedelta(seconds=2)
 
 _LOGGER = logging.getLogger(__name__)
 
-_NO_TIME: Final = timedelta(0)
 
 _MAX_KNOWN = 10_000
 _MAX_UNKNOWN = 10_000
@@ -87,6 +86,7 @@ class KnownTokens:
 
     A stored token changes only by revocation and deletion. So a renewal needs no rows: it counts
     how many tokens in use are unrevoked. It finds the revoked ones only if the count differs.
+    `clock` is never set back.
     """
 
     database: Database
@@ -126,7 +126,7 @@ class KnownTokens:
             return None
         seen.used_at = now = self.clock()
         age = now - seen.read_at
-        if not _NO_TIME <= age < (max_age or MAX_DECISION_AGE):  # also if the clock was turned back
+        if age >= (max_age or MAX_DECISION_AGE):
             return None
         if age >= _RENEWED_AGE and seen.token is not None:
             self._renew_at(now)
@@ -135,7 +135,7 @@ class KnownTokens:
     def _renew_at(self, now: datetime) -> None:
         if self._renewal is not None and not self._renewal.done():
             return
-        if self._renewed_at is None or not _NO_TIME <= now - self._renewed_at < _RENEWED_AGE:
+        if self._renewed_at is None or now - self._renewed_at >= _RENEWED_AGE:
             self._renewed_at = now
             self._renewal = in_background(self._renew())
 
@@ -352,7 +352,7 @@ class AccessService:
 
     async def _of_jwt(self, token: str, oidc: OidcVerifier) -> Principal | None:
         name = _name_of(token)
-        now = self.clock()
+        now = self.tokens.clock()
         verified = self._verified_now(name)
         if verified is not None:
             return verified
@@ -370,8 +370,8 @@ class AccessService:
         verified = self._verified.get(name)
         if verified is None:
             return None
-        age = self.clock() - verified.at
-        if age < _NO_TIME or (age >= MAX_DECISION_AGE and not self._are_keys_fresh(verified)):
+        age = self.tokens.clock() - verified.at
+        if age >= MAX_DECISION_AGE and not self._are_keys_fresh(verified):
             return None
         return verified.principal
 
