@@ -263,7 +263,7 @@ class ProcessContext:
             ),
             toolchains_kept=settings.retain_toolchains,
             audit_kept_for=timedelta(days=settings.audit_days),
-            evict_set_aside=self.region.set_aside.evict_old if self.region is not None else None,
+            region=self.region,
         )
 
 

@@ -317,6 +317,36 @@ async def test_copy_that_is_set_aside_is_evicted_if_the_upstream_still_lacks_it_
         assert page.newest == before
 
 
+@pytest.mark.parametrize("is_restored", [False, True], ids=["in the daily round", "restored"])
+async def test_copy_of_which_the_upstream_has_other_bytes_by_now_is_replaced(
+    opened_region, world, is_restored
+):
+    """The upstream lost two artifacts, which it does not list, and a job published one again."""
+    async with opened_region() as region:
+        center = await region.copy(1, 2, 3)
+        await region.publish(center, 4, envelope(center, 4))
+        await make_withdrawals(region, center)
+        statements = [
+            f"DELETE FROM artifacts WHERE fingerprint = '{center.fingerprint(each)}'"
+            for each in (1, 2)
+        ]
+        if is_restored:
+            statements.append(f"UPDATE withdrawals SET mark = '{'0' * 16}'")
+            statements.append(f"UPDATE withdrawal_heads SET mark = '{'0' * 16}'")
+        for statement in statements:
+            await asyncio.to_thread(execute, world.center.database_url, statement)
+        others = {each: envelope(center, each, b"other") for each in (1, 4)}
+        for number, blob in others.items():
+            assert center.put(blob, number).status_code == 201
+        await (region.catch_up() if is_restored else region.context.maintenance.run_once())
+        assert await region.kept(center, 1, 2, 3, 4) == [2, 3, 4]
+        page = await region.context.withdrawals.read(center.namespace, WithdrawalQuery())
+        assert page.withdrawals[-1].cause == "replaced"
+        key = key_in(center, 1)
+        assert await region.region.fetches.fetch(key, NamespacePolicy(), patience_seconds=60)
+        assert (await region.context.artifacts.find_row(key)).digest == Digest.of(others[1])
+
+
 async def test_failed_upload_or_download_keeps_the_copy_that_is_set_aside(opened_region, world):
     is_cut = False
 

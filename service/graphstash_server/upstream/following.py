@@ -18,11 +18,12 @@ from typing import Final
 
 from pydantic import ValidationError
 
-from graphstash_schema import Digest, InvalidValueError, Namespace
+from graphstash_schema import Digest, ErrorCode, InvalidValueError, Namespace
 from graphstash_schema.names import LIST_START, ListPosition
 from graphstash_schema.protocol import API_PREFIX
 from graphstash_schema.region import UpstreamState
 from graphstash_schema.withdrawals import Withdrawal, WithdrawalCause, WithdrawalList
+from graphstash_server.artifact import Artifact
 from graphstash_server.clock import Clock, jitter
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.artifacts import list_stored_rows
@@ -261,11 +262,7 @@ class Follower:
             applied = page.position
             if page.is_complete:
                 self._comparisons.pop(namespace, None)
-                for entry in page.withdrawals:
-                    if entry.number < doubted:
-                        await self._doubt(namespace, entry)
-                    elif await self._is_at(namespace, position):
-                        await self._withdraw(namespace, entry)
+                await self._apply(namespace, page, doubted=doubted, position=position)
             else:
                 comparison = self._comparisons.get(namespace)
                 if comparison is None or comparison.start != position:
@@ -273,13 +270,26 @@ class Follower:
                 if not await self._compare_some(namespace, comparison):
                     break
                 del self._comparisons[namespace]
-                applied = comparison.end
-            if not page.is_complete or any(entry.number < doubted for entry in page.withdrawals):
                 await self._break_list(namespace)  # hosts may have copied what was set aside since
+                applied = comparison.end
             async with self.database.writing() as connection:
                 if not await put_position(connection, namespace, applied, after=position):
                     break
             last, position = position, applied
+            if doubted:
+                await self._drop_differing(namespace)
+
+    async def _apply(
+        self, namespace: Namespace, page: WithdrawalList, *, doubted: int, position: ListPosition
+    ) -> None:
+        """Apply the entries of a page. Doubt those with a number below `doubted`."""
+        for entry in page.withdrawals:
+            if entry.number < doubted:
+                await self._doubt(namespace, entry)
+            elif await self._is_at(namespace, position):
+                await self._withdraw(namespace, entry)
+        if any(entry.number < doubted for entry in page.withdrawals):
+            await self._break_list(namespace)  # hosts may have copied what was set aside since
 
     async def _is_at(self, namespace: Namespace, position: ListPosition) -> bool:
         """Return whether the region has still applied the withdrawals up to a position. Otherwise,
@@ -394,20 +404,58 @@ class Follower:
         self._comparisons[namespace] = comparison = _Comparison(start, end)
         return comparison
 
+    async def drop_differing(self) -> None:
+        """Drop the copies of which the upstream has other bytes. It evicted or lost the artifact,
+        which its list does not say, before a job published another one. All regions then serve the
+        same executable. Keep the copies that the upstream lacks.
+
+        Raises:
+            ServerError: 503 if the upstream does not answer.
+        """
+        async with self.database.reading() as connection:
+            followed = await list_positions(connection)
+        try:
+            for namespace in followed:
+                await self._drop_differing(namespace)
+        except UpstreamError as error:
+            raise ServerError(ErrorCode.UNAVAILABLE, str(error)) from None
+
+    async def _drop_differing(self, namespace: Namespace) -> None:
+        after: StoredKey | None = None
+        while page := await self._page_of_sent(namespace, after):
+            sent, after = page
+            if not sent:
+                continue
+            keys = [row.key for row in sent]
+            found = await self.client.look_up(namespace, keys, is_comparison=True)
+            digests = {each.key: each.digest for each in found.found}
+            for row in sent:
+                digest = str(row.digest)
+                if row.withheld_at is None and digests.get(row.key.key, digest) != digest:
+                    await self._drop(row.key, row.digest, cause=WithdrawalCause.REPLACED)
+        await self._collect()
+
+    async def _page_of_sent(
+        self, namespace: Namespace, after: StoredKey | None
+    ) -> tuple[list[Artifact], StoredKey] | None:
+        """Return the copies of a page that are not queued, and the last key of the page. None if no
+        copy follows. Call it before a look-up, because a queued artifact may be sent after it.
+        """
+        async with self.database.reading() as connection:
+            rows = await list_stored_rows(connection, namespace, after=after, limit=_PAGE)
+            sent = [row for row in rows if not await is_queued(connection, row.key)]
+        return (sent, rows[-1].key) if rows else None
+
     async def _compare_some(self, namespace: Namespace, comparison: "_Comparison") -> bool:
         """Set the copies aside that the upstream does not have, after a gap in its list: they may
         have been withdrawn. Queued artifacts stay. Return whether all copies have been compared.
         Each call compares some, so that other namespaces need not wait for a large one.
         """
         for _ in range(_PAGES_AT_ONCE):
-            async with self.database.reading() as connection:
-                rows = await list_stored_rows(
-                    connection, namespace, after=comparison.compared, limit=_PAGE
-                )
-                # Read before the look-up, because a queued artifact may be sent after it.
-                sent = [row for row in rows if not await is_queued(connection, row.key)]
-            if not rows:
+            page = await self._page_of_sent(namespace, comparison.compared)
+            if page is None:
                 return True
+            sent, last = page
             if sent:
                 keys = [row.key for row in sent]
                 found = await self.client.look_up(namespace, keys, is_comparison=True)
@@ -417,7 +465,7 @@ class Follower:
                         await self.set_aside.add(row)
                     elif row.withheld_at is not None:
                         await self.set_aside.confirm(row.key, row.digest)
-            comparison.compared = rows[-1].key
+            comparison.compared = last
         return False
 
 

@@ -109,6 +109,14 @@ class Region:
         await self.fetches.close()
         await self.client.close()
 
+    async def evict_set_aside(self) -> None:
+        """Evict old copies that are set aside, see `SetAside.evict_old`."""
+        await self.set_aside.evict_old()
+
+    async def drop_differing(self) -> None:
+        """Drop copies of which the upstream has other bytes, see `Follower.drop_differing`."""
+        await self.follower.drop_differing()
+
     async def gauges(self) -> tuple[bool, int, int]:
         """Return whether the upstream answers, the length of the queue, and the number of
         namespaces with withdrawals that the region has not applied.

@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 from fnmatch import fnmatchcase
 from functools import partial
 from itertools import groupby
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from graphstash_server.actor import Actor
 from graphstash_server.clock import jitter
@@ -119,6 +119,14 @@ class _Failed(NamedTuple):
     retry_at: datetime
 
 
+class RegionalChores(Protocol):
+    """What a server with an upstream does in addition (`upstream.region`)."""
+
+    async def evict_set_aside(self) -> None: ...
+
+    async def drop_differing(self) -> None: ...
+
+
 @dataclass(kw_only=True, eq=False)
 class Maintenance:
     """Run in the background. Cancelling it loses nothing."""
@@ -139,7 +147,7 @@ class Maintenance:
     unused_longer_than: timedelta | None
     toolchains_kept: int | None
     audit_kept_for: timedelta
-    evict_set_aside: Callable[[], Awaitable[None]] | None
+    region: "RegionalChores | None"
 
     def __post_init__(self) -> None:
         self._failed: dict[str, _Failed] = {}
@@ -176,8 +184,9 @@ class Maintenance:
         await self._do("drop unused environments", _HOURLY, self.explanations.drop_unused)
         await self._do("drop old history and runs", _HOURLY, self._drop_old)
         await self._do("retention", _HOURLY, self.retain)
-        if self.evict_set_aside is not None:
-            await self._do("evict copies set aside", _HOURLY, self.evict_set_aside)
+        if self.region is not None:
+            await self._do("evict copies set aside", _HOURLY, self.region.evict_set_aside)
+            await self._do("drop copies that differ", _DAILY, self.region.drop_differing)
         await self._do("prune the audit log", _HOURLY, self._prune)
         await self._do("look for absent blobs again", _HOURLY, self.reconciler.look_again)
         await self._do("compare rows and blobs", _DAILY, self._compare)
