@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+from dataclasses import replace
 
 import pytest
 import sqlalchemy as sa
@@ -11,11 +12,14 @@ from graphstash_schema import LookupResponse, Namespace
 from graphstash_schema.names import LIST_START, ListPosition
 from graphstash_schema.withdrawals import WithdrawalCause, WithdrawalList, WithdrawalQuery
 from graphstash_server.commands.namespace import namespace
+from graphstash_server.db.queries import upstream
 from graphstash_server.db.queries.withdrawals import add_withdrawals
 from graphstash_server.db.tables import withdrawal_heads, withdrawals
 from graphstash_server.services.artifacts import service as artifact_service
 from graphstash_server.services.artifacts import withdrawals as service
-from support.services import ACTOR, OVERWRITE, key_of
+from graphstash_server.services.artifacts.uploads import WithdrawnMeanwhileError
+from graphstash_server.testing import as_chunks
+from support.services import ACTOR, OVERWRITE, key_of, upload_of
 from support.statements import recorded
 
 pytestmark = [pytest.mark.sql, pytest.mark.anyio]
@@ -83,6 +87,35 @@ def test_malformed_position_or_limit_is_refused(api, problem):
     ):
         answer = api.http.get(f"/v1/{api.namespace}/withdrawals", params=query)
         problem(answer, 400, "invalid_request")
+
+
+def test_upload_that_names_a_position_is_refused_after_a_withdrawal_of_its_bytes(api, problem):
+    """As regions and late jobs send it."""
+    blob = b"again " + api.namespace.encode()
+    assert api.put(blob, 1).status_code == 201
+    before = newest(api)
+    assert api.delete(1).is_success
+    problem(api.put(blob, 1, Graphstash_Withdrawals=before), 412, "precondition_failed")
+    problem(api.put(blob, 1, Graphstash_Withdrawals="x"), 400, "invalid_request")
+    assert api.get(1).status_code == 404
+    assert api.stats()["size_bytes"] == 0
+    assert api.put(b"other", 2, Graphstash_Withdrawals=before).status_code == 201
+    assert api.put(blob, 1, Graphstash_Withdrawals=newest(api)).status_code == 201
+
+
+async def test_upload_that_names_an_old_position_is_refused_at_a_bounded_cost(opened, monkeypatch):
+    monkeypatch.setattr(upstream, "MAX_SINCE", 2)
+    async with opened() as server:
+        for number in range(3):
+            await server.put(b"%d" % number, number)
+        await withdraw(server, 0, 1)
+        upload = replace(upload_of(key_of(9), b"new"), withdrawn_until=0)
+        for is_old in (False, True):
+            if is_old:
+                await withdraw(server, 2)
+                upload = replace(upload, key=key_of(10))
+            with pytest.raises(WithdrawnMeanwhileError) if is_old else contextlib.nullcontext():
+                await server.context.uploads.publish(upload, as_chunks(b"new"))
 
 
 async def test_evictions_lost_blobs_and_failed_transactions_withdraw_nothing(opened):

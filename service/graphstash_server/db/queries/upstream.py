@@ -8,7 +8,6 @@ from itertools import zip_longest
 from typing import Final, NamedTuple
 
 from sqlalchemy import (
-    BigInteger,
     ColumnElement,
     and_,
     bindparam,
@@ -53,6 +52,7 @@ from graphstash_server.db.tables import (
 from graphstash_server.keys import StoredKey
 
 __all__ = [
+    "MAX_SINCE",
     "QueuedPublish",
     "claim_download",
     "claim_publishes",
@@ -89,7 +89,7 @@ _LONGEST_PAUSE: Final = timedelta(minutes=6)
 
 _MAX_GROWTH: Final = 1.5
 
-_MAX_SINCE: Final = 1000
+MAX_SINCE: Final = 10_000
 """Withdrawals that a commit compares with its artifact. After more, it counts as withdrawn."""
 
 _QUEUE = Prepared(
@@ -130,7 +130,7 @@ _WITHDRAWN_SINCE = Prepared(
             or_(
                 withdrawals.c.sha256 == bindparam("blob"),
                 withdrawals.c.cause == GAP,
-                withdrawals.c.number > bindparam("start", type_=BigInteger) + _MAX_SINCE,
+                withdrawals.c.number > bindparam("most"),
             ),
         )
         .limit(1)
@@ -411,7 +411,8 @@ async def is_withdrawn_since(
     """Return whether this server's list has a withdrawal of a blob, a gap, or too many withdrawals
     after a number.
     """
-    given = {"of_namespace": namespace, "start": start, "blob": digest.sha256}
+    most = start + MAX_SINCE
+    given = {"of_namespace": namespace, "start": start, "blob": digest.sha256, "most": most}
     return bool(await _WITHDRAWN_SINCE.fetch(connection, given))
 
 
