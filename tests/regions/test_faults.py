@@ -593,6 +593,27 @@ async def test_publish_ends_if_a_copy_replaces_its_artifact_whose_blob_is_absent
         assert (row.digest, row.pinned_until) == (Digest.of(envelope(center, 1)), None)
 
 
+async def test_lease_of_a_queued_artifact_that_cannot_be_sent_ends(opened_region):
+    """Its blob is absent. Jobs of other regions wait for the lease."""
+    async with opened_region() as region:
+        center = await region.copy(2)
+        key, leases, publishes = key_in(center, 1), region.region.leases, region.region.publishes
+        await region.publish(center, 1, envelope(center, 1))
+        opened_region.blobs.blobs.clear()
+        leases._of_queued[key] = center.acquire(1).json()["token"]
+        states = []
+        while leases._of_queued:
+            for queued in await publishes._claim(1):
+                await publishes._try(queued)
+            await leases._renew_queued(key, leases._of_queued[key])
+            states.append(center.acquire(1).status_code)
+            region.clock.turn(600)
+            assert len(states) < 10
+        assert states == [202] * (len(states) - 1) + [201]
+        assert len(states) > 2
+        assert await publishes.count() == 1
+
+
 async def test_region_remembers_positions_dense_near_the_last_one(opened_region):
     async with opened_region() as region:
         namespace, last, after = Namespace("team"), 300, LIST_START

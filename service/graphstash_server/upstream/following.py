@@ -29,11 +29,11 @@ from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.artifacts import list_stored_rows
 from graphstash_server.db.queries.locks import claim_chore
 from graphstash_server.db.queries.upstream import (
+    find_attempts,
     find_earlier,
     find_position,
     find_upstream_id,
     has_artifacts,
-    is_queued,
     list_positions,
     lock_position,
     note_positions,
@@ -443,7 +443,7 @@ class Follower:
         """
         async with self.database.reading() as connection:
             rows = await list_stored_rows(connection, namespace, after=after, limit=_PAGE)
-            sent = [row for row in rows if not await is_queued(connection, row.key)]
+            sent = [row for row in rows if await find_attempts(connection, row.key) is None]
         return (sent, rows[-1].key) if rows else None
 
     async def _compare_some(self, namespace: Namespace, comparison: "_Comparison") -> bool:

@@ -5,7 +5,8 @@ The other callers of the region wait here. The caller's token is the region's to
 upstream's token. If the upstream does not answer, the region's lease is enough.
 
 A caller releases its lease when the region has the artifact, which may reach the upstream much
-later. Until then the region renews the upstream's lease.
+later. Until then the region renews the upstream's lease, unless the upstream does not take the
+artifact.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from graphstash_schema import (
     NamespacePolicy,
 )
 from graphstash_schema.protocol import API_PREFIX, HEADER_LEASE
-from graphstash_server.db.queries.upstream import is_queued
+from graphstash_server.db.queries.upstream import find_attempts
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
 from graphstash_server.services.jobs.leases import Acquisition, LeaseService, lost
@@ -44,6 +45,10 @@ _MIN_POLL_SECONDS: Final = 0.5
 
 _QUEUED_SECONDS: Final = 5.0
 """Seconds between two renewals of the leases of queued artifacts."""
+
+_MAX_ATTEMPTS: Final = 5
+"""Attempts to send a queued artifact, within about a minute, after which its lease ends. Otherwise
+other regions would wait for an artifact that this region cannot send."""
 
 _QUEUED: Final = LeaseRequest(holder="the queue of a region")
 
@@ -114,16 +119,19 @@ class RegionalLeases(LeaseService):
         try:
             await super().release(key, token=here)
         finally:
-            if there and await self._is_queued(key):
+            if there and await self._attempts(key) is not None:
                 self._of_queued[key] = there
             elif there:
                 await self._call("DELETE", key, there)
 
     async def _renew_queued(self, key: StoredKey, token: str) -> None:
-        if await self._is_queued(key):
+        attempts = await self._attempts(key)
+        if attempts is not None and attempts < _MAX_ATTEMPTS:
             answer = await self._call("PUT", key, token, request=_QUEUED)
             if answer is None or answer.status != 410:
                 return
+        elif attempts is not None:
+            await self._call("DELETE", key, token)
         self._of_queued.pop(key, None)
 
     async def _acquire_upstream(
@@ -183,9 +191,9 @@ class RegionalLeases(LeaseService):
         except ServerError:
             return  # expires
 
-    async def _is_queued(self, key: StoredKey) -> bool:
+    async def _attempts(self, key: StoredKey) -> int | None:
         async with self.database.reading() as connection:
-            return await is_queued(connection, key)
+            return await find_attempts(connection, key)
 
     async def _call(
         self, method: str, key: StoredKey, token: str, *, request: LeaseRequest | None = None

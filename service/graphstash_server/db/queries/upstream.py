@@ -60,13 +60,13 @@ __all__ = [
     "delete_caller",
     "end_download",
     "end_publish",
+    "find_attempts",
     "find_caller",
     "find_download_claim",
     "find_earlier",
     "find_position",
     "find_upstream_id",
     "has_artifacts",
-    "is_queued",
     "is_withdrawn_since",
     "list_positions",
     "lock_position",
@@ -223,11 +223,13 @@ async def renew_publish(
     await connection.execute(update(table).where(*is_claimed).values(next_at=until))
 
 
-async def is_queued(connection: AsyncConnection, key: StoredKey) -> bool:
-    """Return whether the artifact of a key still has to be sent."""
+async def find_attempts(connection: AsyncConnection, key: StoredKey) -> int | None:
+    """Return how often the upstream did not take the queued artifact of a key, or None if none is
+    queued.
+    """
     table = upstream_publishes
-    found = select(table.c.sha256).where(is_key(table, key))
-    return (await connection.execute(found)).first() is not None
+    found = select(table.c.attempts).where(is_key(table, key))
+    return (await connection.execute(found)).scalar()
 
 
 async def count_publishes(connection: AsyncConnection) -> int:
