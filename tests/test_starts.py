@@ -70,7 +70,7 @@ def test_forked_process_and_its_zygote_end_with_the_tests(tmp_path):
         while (parent := parent_of(processes[-1])) != tests.pid:
             processes.append(parent)
         tests.kill()
-    assert len(processes) == 3  # the job, what reports its status, and the zygote
+    assert len(processes) == 2  # the job and the zygote
     until(lambda: not any(map(is_running, processes)))
 
 

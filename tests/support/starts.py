@@ -160,7 +160,7 @@ class SharedZygote(Zygote):
 class Popen(_Popen):  # type: ignore[misc] # see above
     """`subprocess.Popen` that may fork the process from a zygote.
 
-    The process is then a grandchild of the zygote, which reports its exit status.
+    The process is then a child of the zygote, which reports its exit status.
     """
 
     ended_at: float  # of a forked process, comparable with the times of files

@@ -23,6 +23,7 @@ import importlib
 import json
 import os
 import runpy
+import selectors
 import signal
 import socket
 import sys
@@ -31,7 +32,7 @@ import time
 import traceback
 import types
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 __all__: list[str] = []
@@ -46,65 +47,60 @@ def end_with(parent: int) -> None:
         os._exit(1)
 
 
-def receive(requests: socket.socket, tests: int) -> tuple[bytes, list[int]]:
-    """Return a message and its descriptors. End this process when the tests' process has ended.
+def next_request(requests: socket.socket) -> dict[str, Any]:
+    """Return a request in the process that was forked for it, and never in the zygote.
 
-    A fork of the tests' process may keep the other end of the socket open. A death signal would
-    come too early, when the thread ends that has started the zygote.
+    The zygote ends when the tests' process has ended: a fork of that process may keep the other end
+    of the socket open, and a death signal would come too early, when the thread ends that has
+    started the zygote.
     """
-    requests.settimeout(1.0)
+    zygote, tests = os.getpid(), os.getppid()
+    waiting = selectors.DefaultSelector()
+    waiting.register(requests, selectors.EVENT_READ)
     while os.getppid() == tests:
-        try:
+        for key, _ in waiting.select(1.0):
+            if key.fileobj is not requests:
+                report(key, waiting)
+                continue
             message, descriptors, _, _ = socket.recv_fds(requests, 1 << 20, 4)
-        except TimeoutError:
-            continue
-        if not message:  # the other side has closed
-            break
-        return message, descriptors
+            if not message:  # the other side has closed
+                os._exit(0)
+            answers, *streams = descriptors
+            if (pid := os.fork()) == 0:
+                end_with(zygote)
+                others = [each for each in waiting.get_map().values() if each.data]
+                for each in {answers, *(fd for key in others for fd in (key.fd, key.data[1]))}:
+                    os.close(each)
+                waiting.close()
+                requests.close()
+                request: dict[str, Any] = json.loads(message)
+                become(request, streams)
+                return request
+            tell(answers, str(pid))
+            waiting.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, answers))
+            for each in streams:
+                os.close(each)
     os._exit(0)
 
 
-def next_request(requests: socket.socket) -> dict[str, Any]:
-    """Return a request in the process that was forked for it, and never in the zygote."""
-    zygote, tests = os.getpid(), os.getppid()
-    while True:
-        message, descriptors = receive(requests, tests)
-        if os.fork() == 0:
-            end_with(zygote)
-            requests.close()
-            answers = socket.socket(fileno=descriptors[0])
-            keeper = os.getpid()
-            if (pid := os.fork()) == 0:
-                end_with(keeper)
-                answers.close()
-                request: dict[str, Any] = json.loads(message)
-                become(request, descriptors[1:])
-                return request
-            for each in descriptors[1:]:
-                os.close(each)
-            keep(pid, answers)
-        for each in descriptors:
-            os.close(each)
-        while True:  # reap keepers that have ended
-            try:
-                if os.waitpid(-1, os.WNOHANG) == (0, 0):
-                    break
-            except ChildProcessError:
-                break
-
-
-def keep(pid: int, answers: socket.socket) -> None:
-    """Send the ID and then the exit status of a process. Reap it once the status is read."""
-    try:
-        answers.send(str(pid).encode())
-        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        assert ended is not None
-        status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
-        answers.send(json.dumps([status, time.time()]).encode())
-        answers.recv(1)
-    finally:
+def report(key: selectors.SelectorKey, waiting: selectors.BaseSelector) -> None:
+    """Send the exit status of a process that has ended. Reap the process once it is read."""
+    pid, answers = key.data
+    waiting.unregister(key.fd)
+    os.close(key.fd)
+    if key.fd == answers:
         os.waitpid(pid, 0)
-        os._exit(0)
+        return
+    ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert ended is not None
+    status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+    tell(answers, json.dumps([status, time.time()]))
+    waiting.register(answers, selectors.EVENT_READ, key.data)
+
+
+def tell(answers: int, text: str) -> None:
+    with suppress(BrokenPipeError):  # the worker that has asked was killed
+        os.write(answers, text.encode())
 
 
 def become(request: dict[str, Any], streams: list[int]) -> None:
