@@ -33,11 +33,8 @@ def test_blocks_are_rows_and_bytes_are_near_those_of_sparse_gradients(ranks, wor
 
 TABLES = {
     "as they are": {},
-    "sparse gradients": {"sparse": True},
-    "accumulated": {"accumulate": 3},
-    "static graph": {"static_graph": True},
-    "views of buckets": {"through_views": True},
-    "fp64": {"dtype": "float64"},
+    "sparse and accumulated, fp64": {"sparse": True, "accumulate": 3, "dtype": "float64"},
+    "static graph, views of buckets": {"static_graph": True, "through_views": True},
     "fp16": {"dtype": "float16"},
     "bf16": {"dtype": "bfloat16"},
 }
