@@ -4,13 +4,17 @@ import abc
 import dataclasses
 import enum
 import functools
+import hashlib
 import itertools
 import os
+import sys
 import threading
 import time
 import types
 import typing
+from pathlib import Path
 
+import matplotlib._path
 import numpy as np
 import pytest
 import torch
@@ -61,6 +65,20 @@ def named(by):
     return cls, function, part
 
 
+def with_metaclass(by):
+    class Meta(type):
+        def __call__(cls):
+            return by
+
+    return Meta("A", (), {})
+
+
+def imports():
+    from imported_by_test import size
+
+    return size
+
+
 def with_factory(factory):
     return dataclasses.make_dataclass(
         "A", [("by", int, dataclasses.field(default_factory=factory))]
@@ -108,12 +126,31 @@ class Scale:
         (functools.partial(max, 5), functools.partial(max, 7)),
         *zip(named(5), named(7), strict=True),
         (with_builtins(5), with_builtins(7)),
+        (with_metaclass(5), with_metaclass(7)),
+        (str.upper, str.lower),
+        (int.__add__, int.__sub__),
         ([np.ones((2, 3), order="C")], [np.ones((2, 3), order="F")]),
     ],
 )
 def test_another_value_has_another_description(one, other):
     described = [CodeDescriber().describe(each) for each in (one, one, other)]
     assert described[0] == described[1] != described[2]
+
+
+def test_value_is_described_that_a_function_imports_from_a_loaded_module(monkeypatch):
+    described = []
+    for size in (5, 7):
+        module = types.ModuleType("imported_by_test")
+        module.size = size
+        monkeypatch.setitem(sys.modules, "imported_by_test", module)
+        described.append(CodeDescriber().describe(imports))
+    assert described[0] != described[1]
+    del module.size  # the function would import a submodule
+    with pytest.raises(UndescribableError, match=r"imported_by_test\.size"):
+        CodeDescriber().describe(imports)
+    monkeypatch.delitem(sys.modules, "imported_by_test")
+    with pytest.raises(UndescribableError, match="imports imported_by_test"):
+        CodeDescriber().describe(imports)
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
@@ -203,6 +240,15 @@ def test_value_that_a_function_leaves_for_its_thread_is_not_described():
     before = CodeDescriber().describe(notes)
     of_thread.value = threading.Lock()
     assert CodeDescriber().describe(notes) == before
+
+
+def test_function_that_pybind11_made_is_described_by_its_name_and_file():
+    described = [
+        CodeDescriber().describe(getattr(matplotlib._path, name))
+        for name in ("affine_transform", "cleanup_path", "affine_transform")
+    ]
+    assert described[0] == described[2] != described[1]
+    assert hashlib.sha256(Path(matplotlib._path.__file__).read_bytes()).hexdigest() in described[0]
 
 
 def test_function_of_a_compiled_module_is_described_by_its_name():

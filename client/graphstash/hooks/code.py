@@ -19,15 +19,18 @@ import threading
 import typing
 from collections.abc import Iterable, Iterator
 from functools import _lru_cache_wrapper, partial
+from importlib.util import resolve_name
 from pathlib import Path
 from types import (
     BuiltinFunctionType,
     CellType,
     CodeType,
     FunctionType,
+    MethodDescriptorType,
     MethodType,
     ModuleType,
     SimpleNamespace,
+    WrapperDescriptorType,
 )
 from typing import Any, Final
 
@@ -104,6 +107,14 @@ _OF_MEMBER: Final = frozenset({"__objclass__", "_name_", "_sort_order_", "_value
 
 _MAX_ARRAY: Final = 4096
 """Maximum number of elements of a NumPy array."""
+
+_DESCRIPTORS: Final = (WrapperDescriptorType, MethodDescriptorType)
+"""Types of the methods of classes in C."""
+
+_CALLABLES: Final = (FunctionType, BuiltinFunctionType, type, *_DESCRIPTORS)
+
+_OF_PYBIND11: Final = ("PyCapsule", "pybind11_detail_function_record_")
+"""Beginnings of the names of pybind11's classes for records of functions, before 3.0 and since."""
 
 _OPTIONS: Final = ("noinline", "debug", "do_not_specialize", "do_not_specialize_on_alignment")
 """Arguments of `triton.jit` that a kernel's `cache_key` omits."""
@@ -189,7 +200,7 @@ class CodeDescriber:
             return _array(value)
         if isinstance(value, _lru_cache_wrapper) and self.is_known(_module_of(value.__wrapped__)):
             value = value.__wrapped__
-        if isinstance(value, FunctionType | BuiltinFunctionType | type) or _is_kernel(value):
+        if isinstance(value, _CALLABLES) or _is_kernel(value):
             return self._callable(value)
         return self._instance(value)
 
@@ -204,6 +215,8 @@ class CodeDescriber:
         return f"{type(value).__name__}({', '.join(sorted(map(self.describe, value)))})"
 
     def _callable(self, value: Any) -> str:
+        if isinstance(value, _DESCRIPTORS):
+            return f"{self.describe(value.__objclass__)}.{value.__name__}"
         if isinstance(value, BuiltinFunctionType):
             return self._builtin(value)
         if _is_kernel(value):
@@ -226,9 +239,9 @@ class CodeDescriber:
 
     def _builtin(self, value: BuiltinFunctionType) -> str:
         owner = value.__self__
-        # The owner of pybind11's functions is a capsule, which belongs to the compiled module.
+        # The owner of pybind11's functions is a record that belongs to the compiled module.
         is_free = owner is None or isinstance(owner, ModuleType)
-        if not is_free and type(owner).__qualname__ != "PyCapsule":
+        if not is_free and not type(owner).__qualname__.startswith(_OF_PYBIND11):
             return f"method({self.describe(owner)}, {value.__name__})"
         module = value.__module__ or ""
         known = self.is_known(module)
@@ -238,13 +251,13 @@ class CodeDescriber:
         return f"builtin {module}.{value.__name__} {version}"
 
     def _class(self, cls: type) -> str:
-        if type(cls) not in (type, abc.ABCMeta, enum.EnumType) and not self.is_known(
-            type(cls).__module__
-        ):
-            raise UndescribableError(f"the class {cls.__qualname__} has a metaclass")
+        kind = type(cls)
+        if kind.__basicsize__ != type.__basicsize__ and not self.is_known(kind.__module__):
+            raise UndescribableError(f"the class {cls.__qualname__} has a metaclass with C fields")
         if isinstance(cls, abc.ABCMeta) and vars(abc)["_get_dump"](cls)[0]:
             raise UndescribableError(f"the class {cls.__qualname__} has registered subclasses")
         bases = ", ".join(map(self.describe, cls.__bases__))
+        made_by = "" if kind in (type, abc.ABCMeta, enum.EnumType) else f" {self.describe(kind)}"
         fields = "".join(
             f"field {name}={self.describe((each.default, each.default_factory))}"
             f"{self.describe(dict(each.metadata))} {each.init} {each.kw_only}; "
@@ -255,7 +268,8 @@ class CodeDescriber:
             for name, value in vars(cls).items()
             if name not in _OMITTED_ATTRIBUTES and not _is_hash_of_dataclass(cls, name)
         )
-        return f"class {cls.__name__} {cls.__qualname__}({bases}) {fields}{'; '.join(members)}"
+        name = f"class {cls.__name__} {cls.__qualname__}"
+        return f"{name}({bases}){made_by} {fields}{'; '.join(members)}"
 
     def _instance(self, value: Any) -> str:
         cls = type(value)
@@ -336,6 +350,9 @@ class CodeDescriber:
                 value = getattr(value, name, _ABSENT)
             except Exception as error:
                 raise UndescribableError(f"{'.'.join(chain)}: {error!r}") from error
+        is_known = self.is_known(chain[0].removeprefix(_IMPORTED))
+        if value is _ABSENT and chain[0].startswith(_IMPORTED) and not is_known:
+            raise UndescribableError(f"{function.__qualname__}: {'.'.join(chain)} does not exist")
         try:
             return self.describe(value) + ("" if added is None else self.describe(added))
         except UndescribableError as error:
@@ -411,9 +428,10 @@ class CodeDescriber:
         for at, step in enumerate(instructions):
             if step.opname == "IMPORT_NAME":
                 level, names = instructions[at - 2].argval, instructions[at - 1].argval
-                if level != 0 or not self.is_known(step.argval):
-                    raise UndescribableError(f"{function.__qualname__} imports {step.argval}")
-                module = step.argval if names else _root(step.argval)
+                name = _absolute(function, level, step.argval)
+                if not (self.is_known(name) or name in sys.modules):
+                    raise UndescribableError(f"{function.__qualname__} imports {name}")
+                module = name if names else _root(name)
                 base, chain = (f"{_IMPORTED}{module}",) if names else (), (f"{_IMPORTED}{module}",)
             elif step.opname == "IMPORT_FROM":
                 chain = (*(base or chain), step.argval)
@@ -453,6 +471,17 @@ def _is_all_in_dict(cls: type) -> bool:
 
 def _root(module: str) -> str:
     return module.partition(".")[0]
+
+
+def _absolute(function: FunctionType, level: int, name: str) -> str:
+    """Return the name of a module that a function imports, relative to its package if level > 0."""
+    if not level:
+        return name
+    package = str(function.__globals__.get("__package__") or "")
+    try:
+        return resolve_name("." * level + name, package)
+    except ImportError as error:
+        raise UndescribableError(f"{function.__qualname__}: {error}") from error
 
 
 def _is_kernel(value: Any) -> bool:

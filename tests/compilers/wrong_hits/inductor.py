@@ -565,12 +565,15 @@ _RECORDED = (
             ),
         )
     ),
-    pair(
-        "recorded kernel for a device that an executable calls by name",
-        f"{_RECORD}{_WITH_FAKE}",
-        "zeros_like",
-        "ones_like",
-        relation=Relation.EQUAL,
+    *(
+        pair(
+            f"recorded {key} kernel that an executable calls by name",
+            f"{_RECORD}{_WITH_FAKE}".replace('"CPU"', f'"{key}"'),
+            "zeros_like",
+            "ones_like",
+            relation=Relation.EQUAL,
+        )
+        for key in ("CPU", "CompositeExplicitAutograd")
     ),
     pair(
         "key set that a recorded kernel gets",

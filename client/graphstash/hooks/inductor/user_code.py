@@ -709,8 +709,8 @@ def _kernels(packet: OpOverloadPacket, *, is_executed: bool) -> Iterator[tuple[s
     dispatcher then lists the replaced kernel as inactive. It also does if a `CustomOpDef` replaces
     its own kernel, which is allowed: both come from one place in torch.
 
-    An executable calls an operation's kernel for a device by the operation's name. A compilation
-    does not depend on such a kernel if there is a fake one and the compilation does not execute it:
+    An executable calls an operation's kernel for one device, or for all, by the operation's name. A
+    compilation does not depend on it if there is a fake kernel and it does not execute it:
     it executes pointwise operations on constants, and any operation while it freezes a graph, or in
     a pass of the user that folds constants.
 
@@ -725,8 +725,10 @@ def _kernels(packet: OpOverloadPacket, *, is_executed: bool) -> Iterator[tuple[s
         may_run = is_executed or torch.Tag.pointwise in overload.tags
         # Whether torch takes it apart before it computes gradients depends on the other kernels.
         may_run |= overload.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
-        if has_fake and not may_run:
-            keys = [key for key in keys if key not in _DEVICES]
+        if not may_run and (has_fake or can_generate_trivial_fake_impl(overload)):
+            # torch first tries the kernel for all devices before it makes a trivial fake one.
+            unused = _DEVICES | {"CompositeExplicitAutograd"} if has_fake else _DEVICES
+            keys = [key for key in keys if key not in unused]
         for key in sorted(set(keys)):
             name = overload.name()
             kernels = kernels_by_library(name, key)
@@ -764,13 +766,9 @@ def _unknown_kernels(operation: OpOverload, definition: CustomOpDef | None) -> l
 
 
 def _has_fake(operation: OpOverload) -> bool:
-    """Return whether torch traces an operation without a kernel for a device."""
+    """Return whether a program registered a fake kernel for an operation."""
     name = operation.name()
-    return bool(
-        fakes_of(name)
-        or kernels_by_library(name, "Meta")
-        or can_generate_trivial_fake_impl(operation)
-    )
+    return bool(fakes_of(name) or kernels_by_library(name, "Meta"))
 
 
 def _executes_all() -> bool:
