@@ -58,6 +58,10 @@ def test_second_host_misses_only_what_torch_bypasses_of_transformers_model(run):
     assert warm.stats["misses"] == warm.report["bypassed"]
 
 
+def test_second_host_compiles_nothing_of_layer_that_bitsandbytes_quantized(run):
+    assert run("frameworks", "quantized").stats["misses"] == 0
+
+
 @pytest.mark.parametrize(
     ("environment", "context"),
     [("", "no_grad"), ("torch-newest", "grad"), ("torch-newest", "inference")],

@@ -44,6 +44,21 @@ def convolutions() -> dict[str, Any]:
     return _trained(make, lambda model: model(torch.ones(4, 3, 16, 16)).square().mean())
 
 
+def quantized() -> dict[str, Any]:
+    """Run a layer of bitsandbytes, beside tensordict, which replaces functions of torch."""
+    import tensordict  # type: ignore[import-not-found,unused-ignore] # in an environment of its own
+    from bitsandbytes.nn import Linear4bit  # type: ignore[import-not-found,unused-ignore] # as above
+
+    assert torch._functorch.vmap._create_batched_inputs.__globals__["__package__"].startswith(
+        tensordict.__name__
+    )
+    torch.manual_seed(0)
+    torch.set_num_threads(2)
+    model = torch.compile(Linear4bit(64, 64, compute_dtype=torch.float32).to("cpu"))
+    with torch.no_grad():
+        return _report([model(torch.full((2, 64), float(step))).sum().item() for step in range(2)])
+
+
 def predicting(*, context: str = "grad") -> dict[str, Any]:
     """Run only forward passes of a layer, with gradients as usual or in another context."""
     contexts = {"grad": nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode}

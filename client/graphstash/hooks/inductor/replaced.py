@@ -15,6 +15,7 @@ Every key contains this description, and the compiler has about 1,400 modules an
 """
 
 import ctypes
+import hashlib
 import sys
 from collections.abc import Iterable, Iterator
 from functools import cache, cached_property, partial, partialmethod, singledispatchmethod
@@ -56,6 +57,10 @@ _IMPORTED: Final = PACKAGES | {
 }
 """Packages from which torch's modules import functions (2.7 to 2.15), and torch_xla, which replaces
 functions of torch."""
+
+_TRANSPARENT: Final = frozenset({"tensordict"})
+"""Packages whose replacements treat tensors as torch's functions do, and only their own containers
+in another way. No graph contains these. The description is the package's files."""
 
 _SKIPPED: Final = frozenset({"__builtins__", "__loader__", "__spec__"})
 """Names in a module that Python or a test runner assigns."""
@@ -124,12 +129,50 @@ def _described(describer: CodeDescriber, value: Any) -> str:
         return name
     if type(value).__module__ == "functools" and hasattr(value, "cache_parameters"):
         return f"cached {value.cache_parameters()} {_described(describer, value.__wrapped__)}"
+    if isinstance(value, FunctionType) and _is_transparent(value):
+        return f"{value.__module__}.{value.__qualname__} {_digest_of(package_of(value))}"
     for each in _inside(value):
         module = each.__globals__.get("__name__") if isinstance(each, FunctionType) else None
         if str(module).startswith("torch.") and not _is_in_torch(each, str(module)):
             # A describer would name this function as torch's, without its code.
             raise UndescribableError(f"{each.__qualname__} runs as a part of {module}")
     return describer.registered(value)
+
+
+def _is_transparent(function: FunctionType) -> bool:
+    """Return whether a function and the functions that it reads are of one of these packages, or of
+    torch, and the program has not replaced them.
+    """
+    package = package_of(function)
+    if package not in _TRANSPARENT:
+        return False
+    members = function.__globals__
+    read = [function, *(members.get(name) for name in function.__code__.co_names)]
+    return all(
+        _is_code_of(each, package) or not _is_foreign(each)
+        for each in read
+        if isinstance(each, FunctionType)
+    )
+
+
+def _is_code_of(function: FunctionType, package: str) -> bool:
+    return package_of(function) == package and Path(function.__code__.co_filename).is_relative_to(
+        _folder_of(package)
+    )
+
+
+def _folder_of(package: str) -> Path:
+    return Path(str(sys.modules[package].__file__)).parent
+
+
+@cache
+def _digest_of(package: str) -> str:
+    folder = _folder_of(package)
+    digest = hashlib.sha256()
+    for file in sorted(folder.rglob("*.py")):
+        content = file.read_bytes()
+        digest.update(f"{file.relative_to(folder)} {len(content)} ".encode() + content)
+    return digest.hexdigest()
 
 
 def _inside(value: Any, depth: int = 0) -> Iterator[Any]:
