@@ -28,6 +28,7 @@ __all__ = [
     "sample_of",
     "threads",
     "threads_of_running_client",
+    "variables_for_gpus",
     "version_of",
 ]
 
@@ -35,6 +36,14 @@ _READ: Final = re.compile(
     r"(?a:(XLA|LIBTPU|TPU|PJRT|NEURON)_\w+|CPU_NUM_DEVICES|MEGASCALE_NUM_SLICES)"
 )
 """Names of variables that frameworks, PJRT, libtpu or the Neuron plug-in read."""
+
+_READ_FOR_GPUS: Final = re.compile(
+    r"(?a:TF_ENABLE_WINOGRAD_NONFUSED|TF_FP16_(CONV|RNN)_USE_FP32_COMPUTE|NVIDIA_TF32_OVERRIDE"
+    r"|TF_USE_(CUDNN_BATCHNORM_SPATIAL_PERSISTENT|ROCM_NHWC)|PJRT_GPU_SE_DISABLE_TARGET_CONFIG"
+    r"|TRITON_PREFER_TMEM_16x256_LAYOUT|ALLOW_LHS_TMEM_LAYOUT_CONVERSION)"
+)
+"""Names of variables with which XLA chooses algorithms of cuDNN, and its passes of Triton choose
+layouts. The plug-in of jaxlib 0.10.2 for CUDA contains them, except NVIDIA's."""
 
 _SAME_EXECUTABLE: Final = re.compile(
     r"XLA_(PERSISTENT_CACHE|METRICS|FNTRACKER|SAVE|DUMP|COMPILATION_CACHE_SIZE)\w*"
@@ -115,6 +124,13 @@ def omitted_flags(environ: Mapping[str, str]) -> dict[str, str]:
     flags = [*map(_flag, parts.get(_INITIAL_FLAGS, "").split())]
     found = {"flag_files"} | ({_INITIAL_FLAGS} if len(set(flags)) < len(flags) else set())
     return {name: value for name, value in parts.items() if name in found}
+
+
+def variables_for_gpus(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that change an executable for a GPU and that JAX's key omits."""
+    return {
+        f"env.{name}": value for name, value in environ.items() if _READ_FOR_GPUS.fullmatch(name)
+    }
 
 
 class EnvironmentStates:
@@ -245,7 +261,8 @@ def cpu_device_type() -> DeviceType:
 
 
 def _is_read(name: str) -> bool:
-    return bool(_READ.fullmatch(name)) and not _SAME_EXECUTABLE.fullmatch(name)
+    is_read = _READ.fullmatch(name) or _READ_FOR_GPUS.fullmatch(name)
+    return bool(is_read) and not _SAME_EXECUTABLE.fullmatch(name)
 
 
 def _files_of(tokens: Iterable[str]) -> list[str]:

@@ -97,6 +97,19 @@ def key(host, folder, *, by):
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize(
+    "variable", ["NVIDIA_TF32_OVERRIDE", "TF_ENABLE_WINOGRAD_NONFUSED", "MINE"]
+)
+def test_program_has_another_key_if_a_variable_that_xla_reads_differs(host, variable):
+    setting = f"os.environ['{variable}'] = '0'"
+    with_variable, without = (
+        host.ask(PROGRAM.replace("FLAGS", flags).replace("OPTIONS", "")).key
+        for flags in (setting, "")
+    )
+    assert (with_variable == without) == (variable == "MINE")
+
+
+@pytest.mark.extended
 @pytest.mark.parametrize("by", ["flag", "option", "variable"])
 @pytest.mark.parametrize("changed", CHANGES)
 def test_program_with_another_toolkit_has_another_key(host, toolkit, changed, by):

@@ -9,6 +9,7 @@ and the topology (`jax._src.cache_key`). The fingerprint adds:
 - The version of libtpu, which JAX's key omits before 0.6 (jax-ml/jax#27814), and a sample of the
   loaded libtpu, which TPU_LIBRARY_PATH may name. On TPU v4, the variable that joins two cores.
 - The versions of the GPU's driver and libraries, see `device_libraries`.
+- Variables that XLA reads when it compiles for a GPU, which JAX's key omits.
 - The toolkit that XLA uses for a GPU, which JAX's key omits, see `device_libraries`.
 - The contents of files that flags or options of the program name, see `named_files`.
 - The order of libtpu's flags if one is repeated.
@@ -62,7 +63,7 @@ def request_of(jax_key: str, program: Program, *, label: str = "") -> CompileReq
         parts["libtpu_library"] = device_libraries.libtpu()
         parts["megacore"] = os.environ.get("TPU_MEGACORE", "")
     elif program.platform == "gpu":
-        parts |= device_libraries.gpu_parts()
+        parts |= device_libraries.gpu_parts() | environment.variables_for_gpus(os.environ)
         parts["toolkit"] = device_libraries.toolkit(toolkits_in(options))
     if program.client_options:
         parts["client_options"] = program.client_options
