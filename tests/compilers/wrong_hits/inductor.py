@@ -1376,6 +1376,36 @@ _SEEN_BEFORE = (
         "4000",
     ),
     pair(
+        "score of flex_attention",
+        """
+        import torch
+        from torch.nn.attention.flex_attention import flex_attention
+
+        q = torch.ones(1, 2, 128, 16)
+        with torch.no_grad():
+            torch.compile(flex_attention)(q, q, q, score_mod=lambda s, b, h, i, j: s * HERE)
+        """,
+    ),
+    pair(
+        "region that is compiled once",
+        """
+        import torch
+
+        @torch.compiler.nested_compile_region
+        def region(x):
+            return x * HERE
+
+        torch.compile(lambda x: region(x) + region(x + 1))(torch.ones(4))
+        """,
+        only_in="torch-newest",
+    ),
+    _switch(
+        "variable that keeps arithmetic on numbers",
+        "import os; os.environ['TENSORIFY_PYTHON_SCALARS'] = 'HERE'",
+        "0",
+        "1",
+    ),
+    pair(
         "setting of symbolic sizes",
         _DYNAMIC.replace(
             "BEFORE", "config.backed_size_oblivious = HERE\ntorch._dynamo.mark_dynamic(x, 0)"

@@ -5,6 +5,7 @@ The lists follow the setters in `torch._C` of 2.7 and 2.15, and torch's own guar
 the new switch may change what a graph computes.
 """
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -23,6 +24,9 @@ from torch.fx.experimental import _config as symbols_config
 from graphstash.hooks.environment import read_part
 
 __all__ = ["ambient_state", "is_changed", "unknown_switches"]
+
+_SCALARS: Final = "TENSORIFY_PYTHON_SCALARS"
+"""Variable that decides whether AOTAutograd turns arithmetic on numbers into tensors."""
 
 _READ: Final = (
     *("_get_autograd_fallback_mode", "_get_blas_preferred_backend", "_get_default_device"),
@@ -136,6 +140,8 @@ def ambient_state() -> str:
         for name in settings._config
         if is_changed(settings, name)
     ]
+    if (scalars := os.environ.get(_SCALARS)) is not None:
+        lines.append(f"scalars={scalars}")
     return "\n".join([*lines, f"onednn_fusions={_has_fusions()}", *_omitted_settings()])
 
 
