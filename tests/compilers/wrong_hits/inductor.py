@@ -584,6 +584,18 @@ _RECORDED = (
         *OFF_AND_ON,
     ),
     pair(
+        "backward in a kernel that torch makes",
+        _RECORD
+        + _WITH_FAKE.replace("HERE", "ones_like").replace(
+            "torch.compile",
+            "torch.library.register_autograd('pairs::twice', lambda ctx, g: g * HERE)\n"
+            "torch.compile",
+        ),
+        "2",
+        "3",
+        reason="the Autograd kernel of pairs::twice",
+    ),
+    pair(
         "kernel from before the recording",
         _REGISTERED.replace("KEY", "Meta").replace("torch.compile", f"{_RECORD}torch.compile"),
         "zeros_like",

@@ -12,6 +12,7 @@ import inspect
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from types import FunctionType
 from typing import Any, Final, NamedTuple
 
 __all__ = ["Kernel", "kernels_by_library", "record"]
@@ -57,6 +58,9 @@ def _note(
     with_keyset: bool = False,
     **_: Any,
 ) -> None:
+    is_wrapper = isinstance(fn, FunctionType) and fn.__closure__ is not None
+    if is_wrapper and str(fn.__globals__.get("__name__")).partition(".")[0] == "torch":
+        return  # torch's wrapper, as of `register_autograd`, may hide a program's function
     name = op_name if isinstance(op_name, str) else op_name.name()
     key = dispatch_key or self.dispatch_key or "CompositeImplicitAutograd"
     qualified = f"{self.ns}::{name.rpartition('::')[2]}"
