@@ -42,7 +42,7 @@ _NATIVE, _CREATE_CLIENT = "_xla", "get_c_api_client"
 
 _CALLS_BACK = "it calls back into Python"
 
-_UNKNOWN_OPTIONS = "graphstash.install() came after its client, whose options are unknown"
+_UNKNOWN_OPTIONS = "its client's options are unknown, because graphstash.install() came later"
 
 _PARTITIONED = "Python code partitions it"
 
@@ -186,7 +186,8 @@ class Compiling:
         @functools.wraps(create_client)
         def get_c_api_client(name: str, options: Any = None, *arguments: Any, **named: Any) -> Any:
             client = create_client(name, options or {}, *arguments, **named)
-            self._options[client] = text_of(options or {})
+            with suppress(Exception):  # the hook's outermost frame: they count as unknown
+                self._options[client] = text_of(options or {})
             return client
 
         return get_c_api_client
@@ -195,16 +196,20 @@ class Compiling:
         """Add the options of a program's client, which may have started before the hook."""
         if program.is_compile_only:
             return
-        client = program.device.client
+        try:
+            program.client_options = self._options_of(program.device.client)
+        except Exception as error:  # noqa: BLE001 - an outermost frame of the hook: JAX compiles
+            program.unshareable = program.unshareable or f"{_UNKNOWN_OPTIONS}: {error!r}"
+
+    def _options_of(self, client: Any) -> str:
         if client not in self._options:
             backends = xla_bridge._backends.items()
             names = [name for name, each in backends if each is client and name != "cpu"]
             options = options_by_jax(xla_bridge, names[0]) if names else {}
             if options is None:
-                program.unshareable = program.unshareable or _UNKNOWN_OPTIONS
-                return
+                raise LookupError(f"the client of {names[0]} was made by another function")
             self._options[client] = text_of(options)
-        program.client_options = self._options[client]
+        return self._options[client]
 
     def _observe(self) -> dict[str, str]:
         """Record the state of the environment. Return the key part for earlier states, if any."""
