@@ -10,7 +10,7 @@ import pytest
 from graphstash import ClientConfig
 from graphstash._compile.compile_limit import STATUS_NO_CACHE
 from graphstash._compile.misses import MissLog
-from graphstash.errors import RefusedError
+from graphstash.errors import Reason, RefusedError, TransportError
 from support.build_job import BUILD_PROGRAM
 from support.host import key, request
 from support.processes import graphstash, graphstash_here
@@ -184,18 +184,26 @@ def test_damaged_record_is_left_out_and_unknown_miss_or_run_is_named(host, expla
         assert text in outcome.stderr
 
 
-def test_descriptions_are_sent_only_once_to_a_server_of_an_earlier_release():
+@pytest.mark.parametrize(
+    ("error", "sent"),
+    [
+        (RefusedError("unknown path", code=None, status=404), [1]),  # of an earlier release
+        (RefusedError("the disk fails", code=None, status=500), [1, 2, 3]),
+        (TransportError(Reason.CONNECT, "down"), [1, 2, 3]),
+    ],
+)
+def test_descriptions_are_sent_again_unless_the_server_refuses_them(error, sent):
     """An earlier release answers 404 to an unknown path. This is not a fallback of the job."""
     asked = []
 
-    class Earlier:
+    class Failing:
         def describe(self, descriptions):
             asked.append(len(descriptions))
-            raise RefusedError("unknown path", code=None, status=404)
+            raise error
 
     log = MissLog()
     for number in range(3):
         log.add(request(number), reason=None)
         log.compiled(key(number), seconds=1, is_published=True)
-        log.send(Earlier())
-    assert asked == [1]
+        log.send(Failing())
+    assert asked == sent

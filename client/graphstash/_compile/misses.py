@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from graphstash._compile.request import CompileRequest
 from graphstash._http.client import ServerClient
-from graphstash.errors import Reason
+from graphstash.errors import Reason, RefusedError
 from graphstash_schema.protocol import MAX_DESCRIBE_BYTES, MAX_DESCRIPTIONS
 
 if TYPE_CHECKING:
@@ -155,18 +155,25 @@ class MissLog:
         return len(self._published) >= MAX_DESCRIPTIONS
 
     def send(self, server: ServerClient) -> None:
-        """Send the new descriptions to the server. After an error, later calls send nothing."""
+        """Send the new descriptions to the server. The next call sends what this one could not,
+        unless the server refuses it.
+        """
         with self._lock:
             published, self._published = self._published, []
         until = monotonic() + _SEND_SECONDS
+        batches = [] if self._is_refused else list(_batches(published))
         try:
-            for batch in _batches(published):
-                if self._is_refused or monotonic() > until:
-                    return
-                server.describe(batch)
-        except Exception as error:  # noqa: BLE001 - includes older servers without this call
-            self._is_refused = True
+            while batches and monotonic() < until:
+                server.describe(batches[0])
+                del batches[0]
+        except RefusedError as error:  # also of older servers without this call
+            self._is_refused = error.status < 500
             _log.debug("the server does not take descriptions: %s", error)
+        except Exception as error:  # noqa: BLE001 - an explanation must not break a training step
+            _log.debug("descriptions were not sent: %s", error)
+        if not self._is_refused:
+            with self._lock:
+                self._published[:0] = [each for batch in batches for each in batch]
 
 
 def _batches(descriptions: Iterable[Description]) -> Iterable[list[Description]]:
