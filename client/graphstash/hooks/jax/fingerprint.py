@@ -15,6 +15,9 @@ and the topology (`jax._src.cache_key`). The fingerprint adds:
 - The order of libtpu's flags if one is repeated.
 - The options of a plug-in's client, see `client_options`.
 - Which of the program's custom calls XLA partitions by rows, see `partitioners`.
+
+The traits of FFI handlers are absent: they do not change a serialized executable (measured with
+jaxlib 0.10.2 for CUDA). XLA calls the handler that the running process has registered.
 """
 
 import hashlib
