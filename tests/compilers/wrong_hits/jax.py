@@ -332,6 +332,14 @@ _REVERSE = (
         relation=_EQUAL,
     ),
     _setting(
+        "directory of XLA's own caches",
+        "jax.config.update('jax_compilation_cache_dir', 'HERE')\n"
+        "jax.config.update('jax_persistent_cache_enable_xla_caches', 'all')",
+        "one",
+        "two",
+        relation=_EQUAL,
+    ),
+    _setting(
         "names of tracebacks",
         "jax.config.update('jax_traceback_filtering', 'HERE')",
         "off",
@@ -395,6 +403,7 @@ PAIRS = (
     ),
     *all_in_one_process(
         _REVERSE,
+        "directory of XLA's own caches",
         "folder of a dump",
         "contents of a dump",
         "contents of a dump that an option of one program names",

@@ -4,6 +4,7 @@ When JAX (0.4.25 to 0.12.0) compiles its first program, it creates its persisten
 `jax._src.compilation_cache.get_file_cache(path)`. The seam returns its own object instead.
 """
 
+import copy
 import functools
 import inspect
 import logging
@@ -38,6 +39,8 @@ _DIRECTORY: Final = "/nonexistent/graphstash"
 _CHECK: Final = "jax_compilation_cache_check_contents"  # since 0.10
 _PATH: Final = "jax_compilation_cache_dir"
 _XLA_CACHES: Final = "jax_persistent_cache_enable_xla_caches"
+
+_OWN_CACHES: Final = ("xla_gpu_kernel_cache_file", "xla_gpu_per_fusion_autotune_cache_dir")
 
 _DEFAULTS: Final = {
     _PATH: None,
@@ -166,12 +169,34 @@ class Seam:
             bound = signature.bind(*arguments, **keywords)
             if "compression_algorithm" in signature.parameters:
                 bound.arguments["compression_algorithm"] = _COMPRESSION
+            if (options := bound.arguments.get("compile_options")) is not None:
+                bound.arguments["compile_options"] = _without_own_caches(options)
             jax_key = name_program(*bound.args, **bound.kwargs)
             if self._on_key is not None:
                 self._on_key(jax_key, self._compiling.present())
             return jax_key
 
         return wrapper
+
+
+def _without_own_caches(options: Any) -> Any:
+    """Return compile options that do not name the caches of XLA itself.
+
+    JAX 0.4.36 to 0.10.2 includes their paths in the key, if the user sets a directory. XLA stores
+    there only what it would measure or compile again, see `named_files.is_output`.
+    """
+    try:
+        debug_options = options.executable_build_options.debug_options
+        named = [name for name in _OWN_CACHES if getattr(debug_options, name, "")]
+        if not named:
+            return options
+        copied = copy.deepcopy(options)
+        for name in named:
+            setattr(copied.executable_build_options.debug_options, name, "")
+    except Exception as error:  # noqa: BLE001 - a hook's outermost frame: JAX's key has the names
+        _log.debug("the names of XLA's caches stay in the key: %r", error)
+        return options
+    return copied
 
 
 def _hash_accelerators(hash_accelerators: Callable[..., None]) -> Callable[..., None]:
