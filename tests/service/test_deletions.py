@@ -12,6 +12,8 @@ from graphstash_schema import Digest, ErrorCode
 from graphstash_schema.withdrawals import WithdrawalQuery
 from graphstash_server.clock import system_clock
 from graphstash_server.context import open_services
+from graphstash_server.db.queries.artifacts import delete_artifacts
+from graphstash_server.db.queries.deletions import add_deletions
 from graphstash_server.errors import ServerError
 from graphstash_server.services.artifacts import blobs, service
 from graphstash_server.storage import TieredBlobStore
@@ -121,7 +123,7 @@ async def test_clearing_a_namespace_does_not_wait_for_a_store_that_hangs(
 ):
     """One blob delays no other one. If the store hangs, the rest is left to maintenance."""
     monkeypatch.setattr(blobs, "_DELETE_SECONDS", 0.05)
-    asked = []
+    asked, seconds = [], 0
     async with opened() as store:
         await store.fill(60)
         delete = store.blobs.delete
@@ -129,6 +131,7 @@ async def test_clearing_a_namespace_does_not_wait_for_a_store_that_hangs(
         async def hang(digest, **name):
             asked.append(digest)
             if len(set(asked)) <= hanging:
+                store.clock.turn(seconds)
                 await asyncio.Event().wait()
             return await delete(digest, **name)
 
@@ -140,12 +143,38 @@ async def test_clearing_a_namespace_does_not_wait_for_a_store_that_hangs(
             assert len(asked) == (60 if hanging == 1 else 2 * service._COLLECTED_AT_ONCE)
             store.clock.turn(10 * 60)  # the claims are over
             asked.clear()
+            seconds = 15
             with pytest.raises(ServerError, match="was not deleted"):
                 await store.collect()
             assert len(asked) == min(hanging, blobs._CLAIMED)
         store.clock.turn(10 * 60)
         assert await store.collect() == hanging
         assert store.blobs.blobs == {}
+
+
+@pytest.mark.sql
+async def test_blobs_that_the_store_never_deletes_delay_no_other_blob(opened, monkeypatch):
+    """They are the first ones of the collector, and more than it claims at once."""
+    monkeypatch.setattr(blobs, "_CLAIMED", 2)
+    async with opened() as store:
+        await store.fill(5)
+        kept, asked, delete = sorted(store.blobs.blobs)[:4], [], store.blobs.delete
+
+        async def refuse(digest, **name):
+            asked.append(digest.sha256)
+            if digest.sha256 in kept:
+                raise ServerError(ErrorCode.UNAVAILABLE, "read-only")
+            return await delete(digest, **name)
+
+        monkeypatch.setattr(store.blobs, "delete", refuse)
+        async with store.context.database.writing() as connection:
+            rows = [await store.context.artifacts.find_row(key_of(each)) for each in range(5)]
+            await add_deletions(connection, [row.digest for row in rows])
+            await delete_artifacts(connection, rows)
+        with pytest.raises(ServerError, match="read-only"):
+            await store.collect()
+        assert sorted(store.blobs.blobs) == kept
+        assert len(asked) == len(set(asked)) == 5
 
 
 def has_copies(directory):

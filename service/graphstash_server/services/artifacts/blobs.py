@@ -165,11 +165,11 @@ class BlobCollector:
         """Delete every marked blob that is unused and unclaimed. Return their number.
 
         Raises:
-            ServerError: 503 if the store did not delete all of them, or none of a page. They stay
-                marked.
+            ServerError: 503 if the store did not delete all of them. They stay marked.
         """
         deleted = 0
         failure: ServerError | None = None
+        patience = self.clock() + _CLAIM  # then the claims of failed blobs end
         while True:
             now = self.clock()
             until = now + _CLAIM
@@ -180,8 +180,8 @@ class BlobCollector:
             gone, failed = await self._collect_claimed(claimed, held_until=until)
             deleted += len(gone)
             failure = failed or failure
-            if len(claimed) == _CLAIMED and (gone or failed is None):
-                continue  # with the other blobs, unless the store deletes none
+            if len(claimed) == _CLAIMED and (gone or self.clock() < patience):
+                continue  # with the other blobs, unless the store deletes none for long
             if failure is not None:
                 raise failure
             return deleted
