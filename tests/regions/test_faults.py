@@ -281,9 +281,11 @@ async def test_copy_that_the_upstream_may_have_withdrawn_is_set_aside(opened_reg
         assert await stored(key_in(center, 3)) is None
 
 
+@pytest.mark.parametrize("behind", [0, 8 * DAY], ids=["", "clock behind"])
 async def test_copy_that_is_set_aside_is_evicted_if_the_upstream_still_lacks_it_after_a_week(
-    opened_region, world
+    opened_region, world, behind
 ):
+    """The clock may be wrong while the region sets copies aside."""
     async with opened_region() as region:
         await region.context.plausible_clock.observe()
         center = await region.copy(1, 2, 3)
@@ -293,9 +295,11 @@ async def test_copy_that_is_set_aside_is_evicted_if_the_upstream_still_lacks_it_
         lose = "DELETE FROM artifacts WHERE fingerprint "
         kept = f"<> '{center.fingerprint(3)}'"
         await asyncio.to_thread(execute, world.center.database_url, lose + kept)
+        region.clock.jump(-behind)
         await region.catch_up()
         stored = region.context.artifacts.find_row
         await region.region.set_aside.add(await stored(key_in(center, 9)))  # still queued
+        region.clock.jump(behind)
         before = (await region.context.withdrawals.read(center.namespace, WithdrawalQuery())).newest
         assert center.put(envelope(center, 1), 1).status_code == 201
         for days, held in ((6, 3), (2, 3), (1, 1)):
@@ -338,13 +342,58 @@ async def test_copy_of_which_the_upstream_has_other_bytes_by_now_is_replaced(
         others = {each: envelope(center, each, b"other") for each in (1, 4)}
         for number, blob in others.items():
             assert center.put(blob, number).status_code == 201
-        await (region.catch_up() if is_restored else region.context.maintenance.run_once())
+        if not is_restored:
+            await region.context.maintenance.run_once()
+        await region.catch_up()
         assert await region.kept(center, 1, 2, 3, 4) == [2, 3, 4]
         page = await region.context.withdrawals.read(center.namespace, WithdrawalQuery())
         assert page.withdrawals[-1].cause == "replaced"
         key = key_in(center, 1)
         assert await region.region.fetches.fetch(key, NamespacePolicy(), patience_seconds=60)
         assert (await region.context.artifacts.find_row(key)).digest == Digest.of(others[1])
+
+
+@pytest.mark.usefixtures("small_steps")
+async def test_namespace_that_the_upstream_does_not_compare_delays_no_other_one(
+    opened_region, world
+):
+    """Its rate is exceeded. The region has set one copy aside, and another one differs by now."""
+    is_busy = False
+    looked_up = []
+
+    def change(request, answer):
+        if "artifacts:lookup" not in request.path:
+            return answer
+        looked_up.append(request.path)
+        return BUSY if is_busy and "/aaa/" in request.path else answer
+
+    async with opened_region(change) as region:
+        await region.context.plausible_clock.observe()
+        busy, other = [await region.copy(1, 2, 3, namespace=each) for each in ("aaa", "zeta")]
+        for center in (busy, other):
+            await make_gap(world, center)
+        lose = "DELETE FROM artifacts WHERE fingerprint = "
+        await asyncio.to_thread(
+            execute, world.center.database_url, f"{lose}'{busy.fingerprint(2)}'"
+        )
+        await region.catch_up()
+        await asyncio.to_thread(
+            execute, world.center.database_url, f"{lose}'{busy.fingerprint(1)}'"
+        )
+        for center in (busy, other):
+            assert center.put(envelope(center, 1, b"other"), 1).status_code == 201
+        is_busy = True
+        for center in (other, busy):
+            region.clock.turn(8 * DAY)
+            await region.context.maintenance.run_once()
+            for _ in range(9):
+                looked_up.clear()
+                await region.follow()
+                assert len(looked_up) <= following._PAGES_AT_ONCE
+            assert await region.kept(center, 1, 2, 3) == [3]
+            held = await region.context.quarantine.list_withheld()
+            assert len(held.artifacts) == (center is other)
+            is_busy = False
 
 
 async def test_failed_upload_or_download_keeps_the_copy_that_is_set_aside(opened_region, world):

@@ -11,6 +11,7 @@ The bytes are deleted last, because a blob store may be slow or refuse it.
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,7 +19,7 @@ from typing import Final
 
 from pydantic import ValidationError
 
-from graphstash_schema import Digest, ErrorCode, InvalidValueError, Namespace
+from graphstash_schema import Digest, InvalidValueError, Namespace
 from graphstash_schema.names import LIST_START, ListPosition
 from graphstash_schema.protocol import API_PREFIX
 from graphstash_schema.region import UpstreamState
@@ -28,8 +29,8 @@ from graphstash_server.clock import Clock, jitter
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.artifacts import list_stored_rows
 from graphstash_server.db.queries.locks import claim_chore
+from graphstash_server.db.queries.shared import QUEUED_UNTIL
 from graphstash_server.db.queries.upstream import (
-    find_attempts,
     find_earlier,
     find_position,
     find_upstream_id,
@@ -84,6 +85,8 @@ class Follower:
         self._unknown_policies: set[Namespace] = set()
         self._comparisons: dict[Namespace, _Comparison] = {}
         """Comparisons that are not finished."""
+        self._differing: dict[Namespace, StoredKey | None] = {}
+        """Namespaces in which copies may differ, with the last copy that was compared."""
 
     async def begin(self) -> None:
         """Probe the upstream before the server serves.
@@ -163,7 +166,8 @@ class Follower:
             await self._note_ends(state)
             await self._apply_withdrawals()
             await self._apply_policies(state)
-            await self._collect()
+        await self._drop_some_differing()
+        await self._collect()
         if is_pruning:
             await self.access.prune()
 
@@ -277,7 +281,7 @@ class Follower:
                     break
             last, position = position, applied
             if doubted:
-                await self._drop_differing(namespace)
+                self._differing[namespace] = None
 
     async def _apply(
         self, namespace: Namespace, page: WithdrawalList, *, doubted: int, position: ListPosition
@@ -405,35 +409,45 @@ class Follower:
         return comparison
 
     async def drop_differing(self) -> None:
-        """Drop the copies of which the upstream has other bytes. It evicted or lost the artifact,
-        which its list does not say, before a job published another one. All regions then serve the
-        same executable. Keep the copies that the upstream lacks.
-
-        Raises:
-            ServerError: 503 if the upstream does not answer.
+        """Drop the copies of which the upstream has other bytes, in the next rounds. The upstream
+        evicted or lost the artifact, which its list does not say, before a job published another
+        one. All regions then serve the same executable. Keep the copies that the upstream lacks.
         """
         async with self.database.reading() as connection:
             followed = await list_positions(connection)
-        try:
-            for namespace in followed:
-                await self._drop_differing(namespace)
-        except UpstreamError as error:
-            raise ServerError(ErrorCode.UNAVAILABLE, str(error)) from None
+        self._differing = dict.fromkeys(followed) | self._differing
 
-    async def _drop_differing(self, namespace: Namespace) -> None:
-        after: StoredKey | None = None
-        while page := await self._page_of_sent(namespace, after):
-            sent, after = page
-            if not sent:
+    async def _drop_some_differing(self) -> None:
+        """Compare some pages of copies, see `drop_differing`. The namespaces take turns, so neither
+        a large one nor one with a low rate delays others.
+        """
+        for _ in range(_PAGES_AT_ONCE):
+            if not self._differing:
+                return
+            namespace, after = next(iter(self._differing.items()))
+            page = await self._page_of_sent(namespace, after)
+            del self._differing[namespace]
+            if page is None:
                 continue
-            keys = [row.key for row in sent]
-            found = await self.client.look_up(namespace, keys, is_comparison=True)
-            digests = {each.key: each.digest for each in found.found}
-            for row in sent:
-                digest = str(row.digest)
-                if row.withheld_at is None and digests.get(row.key.key, digest) != digest:
-                    await self._drop(row.key, row.digest, cause=WithdrawalCause.REPLACED)
-        await self._collect()
+            try:
+                await self._drop_differing(namespace, page[0])
+                after = page[1]
+            except UpstreamError as error:
+                _LOGGER.warning("could not compare copies in %s, will retry: %s", namespace, error)
+                return
+            finally:
+                self._differing[namespace] = after
+
+    async def _drop_differing(self, namespace: Namespace, copies: Sequence[Artifact]) -> None:
+        if not copies:
+            return
+        keys = [row.key for row in copies]
+        found = await self.client.look_up(namespace, keys, is_comparison=True)
+        digests = {each.key: each.digest for each in found.found}
+        for row in copies:
+            digest = str(row.digest)
+            if row.withheld_at is None and digests.get(row.key.key, digest) != digest:
+                await self._drop(row.key, row.digest, cause=WithdrawalCause.REPLACED)
 
     async def _page_of_sent(
         self, namespace: Namespace, after: StoredKey | None
@@ -443,7 +457,7 @@ class Follower:
         """
         async with self.database.reading() as connection:
             rows = await list_stored_rows(connection, namespace, after=after, limit=_PAGE)
-            sent = [row for row in rows if await find_attempts(connection, row.key) is None]
+        sent = [row for row in rows if row.pinned_until != QUEUED_UNTIL]
         return (sent, rows[-1].key) if rows else None
 
     async def _compare_some(self, namespace: Namespace, comparison: "_Comparison") -> bool:

@@ -57,7 +57,6 @@ class Region:
             artifacts=artifacts,
             quarantine=quarantine,
             client=client,
-            clock=clock,
             plausible_clock=plausible_clock,
         )
         self.fetches = Fetches(

@@ -22,7 +22,6 @@ from typing import Final
 from graphstash_schema import Digest, Namespace, ReportReason
 from graphstash_server.actor import Actor
 from graphstash_server.artifact import Artifact
-from graphstash_server.clock import Clock
 from graphstash_server.db.engine import Database
 from graphstash_server.db.queries.artifacts import withhold_artifact
 from graphstash_server.db.queries.reports import add_report, find_unconfirmed, list_unconfirmed
@@ -51,12 +50,11 @@ class SetAside:
     artifacts: ArtifactService
     quarantine: QuarantineService
     client: UpstreamClient
-    clock: Clock
     plausible_clock: PlausibleClock
 
     async def add(self, copy: Artifact) -> None:
         """Set a copy aside, unless it is withheld or changed meanwhile."""
-        now = self.clock()
+        now = self.plausible_clock()
         async with self.database.writing() as connection:
             if await withhold_artifact(connection, copy.key, copy.digest, now=now):
                 await add_report(
@@ -83,21 +81,19 @@ class SetAside:
 
     async def evict_old(self) -> None:
         """Ask the upstream again about the copies that were set aside `KEPT_FOR` ago. Evict those
-        that it lacks, and serve the others. Do nothing while the upstream does not answer.
+        that it lacks, and serve the others. Keep those about which the upstream does not answer.
         """
         before = self.plausible_clock.ago(KEPT_FOR)
         after: StoredKey | None = None
-        with suppress(UpstreamError):
-            while True:
-                async with self.database.reading() as connection:
-                    page = await list_unconfirmed(
-                        connection, before=before, after=after, limit=_PAGE
-                    )
-                for namespace, keys in groupby(page, key=lambda key: key.namespace):
+        while True:
+            async with self.database.reading() as connection:
+                page = await list_unconfirmed(connection, before=before, after=after, limit=_PAGE)
+            for namespace, keys in groupby(page, key=lambda key: key.namespace):
+                with suppress(UpstreamError):
                     await self._decide(namespace, list(keys))
-                if len(page) < _PAGE:
-                    return
-                after = page[-1]
+            if len(page) < _PAGE:
+                return
+            after = page[-1]
 
     async def _decide(self, namespace: Namespace, keys: Sequence[StoredKey]) -> None:
         answer = await self.client.look_up(namespace, keys, is_comparison=True)
