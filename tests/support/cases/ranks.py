@@ -29,7 +29,7 @@ def serve(*, address: str, store: str, rank: int, world: int) -> NoReturn:
         init_method=Path(store).as_uri(),
         rank=rank,
         world_size=world,
-        timeout=timedelta(seconds=100),
+        timeout=timedelta(minutes=10),  # it ends what hangs; a loaded machine delays ranks
     )
     torch.manual_seed(0)
     with Client(address, family="AF_UNIX") as pipe:
