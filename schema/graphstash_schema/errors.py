@@ -161,9 +161,12 @@ class ErrorCode(StrEnum):
     Send the length. Look for a proxy that re-encodes requests as chunked.
     """
     PRECONDITION_FAILED = "precondition_failed"
-    """An upload with `If-None-Match: *` found that an artifact is already stored under its key.
+    """An upload with `If-None-Match: *` found that an artifact is already stored under its key. Or
+    an upload named a position in the list of withdrawals (`Graphstash-Withdrawals`), and the server
+    withdrew the same bytes after it.
 
-    Use the stored artifact. Without the condition, the server accepts an upload of the same bytes.
+    Use the stored artifact. Without `If-None-Match`, the server accepts an upload of the same
+    bytes. After a withdrawal, jobs and regions ask again by themselves.
     """
     TOO_LARGE = "too_large"
     """The body is larger than the limit of the call, the server or the namespace.

@@ -62,8 +62,9 @@ HEADER_PUBLISHER: Final = "Graphstash-Publisher"
 """PUT of an artifact by a region: `region.Publisher` as JSON."""
 
 HEADER_WITHDRAWALS: Final = "Graphstash-Withdrawals"
-"""PUT of an artifact by a region: the position in the namespace's list of withdrawals that the
-region has applied. The server answers 412 if it withdrew the same bytes after that position."""
+"""PUT of an artifact by a region, or by a job that compiled it without the server: the position in
+the namespace's list of withdrawals that the caller has applied. The server answers 412 if it
+withdrew the same bytes, or more than 10,000 artifacts, after that position."""
 
 HEADER_HITS: Final = "Graphstash-Hits"
 """HEAD response: how often the artifact was served, as of the last flush of counters."""

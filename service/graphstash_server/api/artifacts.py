@@ -174,7 +174,10 @@ class _BlobResponse(StreamingResponse):
     ],
 )
 async def put_artifact(call: NamespaceCall) -> Response:
-    """Store an artifact. Path, headers and policy are checked before the body is read."""
+    """Store an artifact. Path, headers and policy are checked before the body is read. With
+    `Graphstash-Withdrawals`, a position in the namespace's list of withdrawals, bytes that the
+    server withdrew after that position are refused (412).
+    """
     request = call.request
     key = key_of(request)
     size_bytes = _announced_size(request)
@@ -225,7 +228,9 @@ async def put_artifact(call: NamespaceCall) -> Response:
     answers={204: {"description": "gone"}},
 )
 async def delete_artifact(call: NamespaceCall) -> Response:
-    """Delete an artifact. Downloads in progress receive all bytes."""
+    """Delete an artifact. Downloads in progress receive all bytes. No server serves the artifact
+    after the answer, which takes up to 2.5 s for that, with an object store always.
+    """
     key = key_of(call.request)
     call.context.ownership.require()
     if not await call.context.artifacts.delete(key, actor=call.actor):
