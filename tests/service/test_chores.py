@@ -7,7 +7,8 @@ from datetime import UTC, datetime
 import pytest
 import sqlalchemy as sa
 
-from graphstash_schema import ErrorCode, NamespacePolicy
+from graphstash_schema import Digest, ErrorCode, NamespacePolicy
+from graphstash_server.db.queries.artifacts import replace_artifact
 from graphstash_server.db.queries.identifiers import claim_recount, last_recount
 from graphstash_server.db.queries.usage import recount_usage
 from graphstash_server.db.tables import usage
@@ -265,6 +266,21 @@ async def test_upload_replaces_an_artifact_whose_blob_is_absent(opened, text):
         assert await store.collect() == 0
         used = await store.used()
         assert (used.artifacts, used.size_bytes) == (1, len(text))
+
+
+@pytest.mark.sql
+async def test_artifact_that_was_stored_again_is_not_replaced_as_the_earlier_one(opened):
+    """An upload of other bytes has read the earlier one, and its transaction comes later."""
+    async with opened() as store:
+        await store.put(b"lost", policy=NamespacePolicy())
+        earlier = await store.context.artifacts.find_row(key_of())
+        store.blobs.blobs.clear()
+        store.clock.turn(1)
+        assert await store.put(b"lost", policy=NamespacePolicy())
+        other = earlier._replace(digest=Digest.of(b"other"))
+        async with store.context.database.writing() as connection:
+            assert not await replace_artifact(connection, other, replaces=earlier)
+        assert await store.get() == b"lost"
 
 
 @pytest.mark.sql

@@ -172,7 +172,7 @@ _REPLACE = Prepared(
         .where(
             where_key(artifacts),
             artifacts.c.sha256 == bindparam("old_sha256"),
-            artifacts.c.metadata_header == bindparam("old_metadata_header"),
+            artifacts.c.created_at == bindparam("old_created_at"),
             artifacts.c.withheld_at.is_not_distinct_from(
                 bindparam("old_withheld_at", type_=artifacts.c.withheld_at.type)
             ),
@@ -306,7 +306,7 @@ async def replace_artifact(connection: Transaction, new: Artifact, *, replaces: 
         **key_parameters(new.key),
         **prefixed("new_", _values(new)),
         "old_sha256": replaces.digest.sha256,
-        "old_metadata_header": replaces.metadata_header,
+        "old_created_at": replaces.created_at,
         "old_withheld_at": replaces.withheld_at,
     }
     return await _REPLACE.execute(connection, given) == 1
