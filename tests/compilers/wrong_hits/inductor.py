@@ -313,8 +313,6 @@ _CODE = (
         "g.norm()",
         "sin",
         "cos",
-        relation=Relation.UNSHARED,
-        reason="Tensor.norm: a builtins.method_descriptor",
     ),
     _reads_changed(
         "attribute that a program gives all contexts",

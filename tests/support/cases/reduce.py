@@ -239,7 +239,7 @@ def misuses() -> dict[str, str]:
     state = SparseState()
     backend: Any = state._group
     options = backend._get_backend(torch.device("cpu")).options
-    assert options._timeout.total_seconds() == 100  # as in the default group
+    assert options._timeout.total_seconds() == 600  # as in the default group
     state.close()
     messages["closed"] = error_of(
         lambda: state._later((0, 1), torch.ones(1), lambda: torch.ones(1))
