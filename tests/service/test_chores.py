@@ -8,14 +8,14 @@ import pytest
 import sqlalchemy as sa
 
 from graphstash_schema import Digest, ErrorCode, NamespacePolicy
-from graphstash_server.db.queries.artifacts import replace_artifact
+from graphstash_server.db.queries.artifacts import replace_artifact, withhold_artifact
 from graphstash_server.db.queries.identifiers import claim_recount, last_recount
 from graphstash_server.db.queries.usage import recount_usage
 from graphstash_server.db.tables import usage
 from graphstash_server.errors import DigestMismatchError, ServerError
 from graphstash_server.services.maintenance import reconciler, schedule
 from graphstash_server.testing.stores import as_chunks
-from support.services import key_of, upload_of
+from support.services import ACTOR, key_of, upload_of
 from support.statements import recorded
 from support.stores import DAY, HOUR, TEAM, opener_of_stores
 
@@ -281,6 +281,20 @@ async def test_artifact_that_was_stored_again_is_not_replaced_as_the_earlier_one
         async with store.context.database.writing() as connection:
             assert not await replace_artifact(connection, other, replaces=earlier)
         assert await store.get() == b"lost"
+
+
+@pytest.mark.sql
+async def test_artifact_that_was_released_since_it_was_read_is_not_evicted(opened):
+    async with opened() as store:
+        await store.put(b"kept")
+        artifacts, database = store.context.artifacts, store.context.database
+        async with database.writing() as connection:
+            await withhold_artifact(connection, key_of(), Digest.of(b"kept"), now=store.clock())
+        row = await artifacts.find_row(key_of())
+        assert await store.context.quarantine.release(key_of(), actor=ACTOR)
+        assert await artifacts.evict([row], actor=ACTOR, reason="it is set aside") == 0
+        assert await store.get() == b"kept"
+        assert await artifacts.delete(key_of(), actor=ACTOR)
 
 
 @pytest.mark.sql

@@ -315,22 +315,23 @@ async def replace_artifact(connection: Transaction, new: Artifact, *, replaces: 
 async def delete_artifacts(
     connection: AsyncConnection, rows: Sequence[Artifact]
 ) -> tuple[list[Artifact], int]:
-    """Remove artifacts of one namespace that have not been replaced since they were read.
+    """Remove artifacts of one namespace that have not been replaced, withheld or released since
+    they were read.
 
     Returns:
         The removed artifacts, and the bytes that their metadata counted against limits.
     """
     given = keys_parameters([row.key for row in rows])
     found = {tuple(each) for each in await _LOCK_ROWS.fetch(connection, given)}
-    unchanged = [
-        row
-        for row in rows
-        if (*row.key.columns[1:], row.digest.sha256, row.digest.size_bytes, row.created_at) in found
-    ]
+    unchanged = [row for row in rows if (*row.key.columns[1:], *_identity(row)) in found]
     return unchanged, await delete_rows(connection, [row.key for row in unchanged])
 
 
-_IDENTITY = ("sha256", "size_bytes", "created_at")
+def _identity(row: Artifact) -> tuple[object, ...]:
+    return row.digest.sha256, row.digest.size_bytes, row.created_at, row.withheld_at
+
+
+_IDENTITY = ("sha256", "size_bytes", "created_at", "withheld_at")
 _LOCK_ROWS = Prepared(
     lambda dialect: (
         select(*(artifacts.c[name] for name in (*KEY_COLUMNS[1:], *_IDENTITY)))
