@@ -1,5 +1,6 @@
 """Descriptions of the code of a program. `wrong_hits` tests the places where compilers read it."""
 
+import _random
 import abc
 import dataclasses
 import enum
@@ -79,6 +80,42 @@ def imports():
     return size
 
 
+def imports_in_a_class():
+    class Read:
+        from imported_by_test import size
+
+        by = size
+
+    return Read.by
+
+
+def imports_one_of_two(*, first):
+    if first:
+        from imported_by_test import size
+    else:
+        from math import e as size
+    return size
+
+
+def imports_for_another_function():
+    def read():
+        return size
+
+    def load():
+        nonlocal size
+        from imported_by_test import size
+
+    size = 0
+    load()
+    return read()
+
+
+def imports_for_a_comprehension():
+    from imported_by_test import size
+
+    return [size for _ in range(5)]
+
+
 def with_factory(factory):
     return dataclasses.make_dataclass(
         "A", [("by", int, dataclasses.field(default_factory=factory))]
@@ -137,20 +174,30 @@ def test_another_value_has_another_description(one, other):
     assert described[0] == described[1] != described[2]
 
 
-def test_value_is_described_that_a_function_imports_from_a_loaded_module(monkeypatch):
+@pytest.mark.parametrize(
+    "function",
+    [
+        imports,
+        imports_in_a_class,
+        imports_one_of_two,
+        imports_for_another_function,
+        imports_for_a_comprehension,
+    ],
+)
+def test_value_is_described_that_a_function_imports_from_a_loaded_module(function, monkeypatch):
     described = []
     for size in (5, 7):
         module = types.ModuleType("imported_by_test")
         module.size = size
         monkeypatch.setitem(sys.modules, "imported_by_test", module)
-        described.append(CodeDescriber().describe(imports))
+        described.append(CodeDescriber().describe(function))
     assert described[0] != described[1]
     del module.size  # the function would import a submodule
     with pytest.raises(UndescribableError, match=r"imported_by_test\.size"):
-        CodeDescriber().describe(imports)
+        CodeDescriber().describe(function)
     monkeypatch.delitem(sys.modules, "imported_by_test")
     with pytest.raises(UndescribableError, match="imports imported_by_test"):
-        CodeDescriber().describe(imports)
+        CodeDescriber().describe(function)
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
@@ -196,6 +243,8 @@ def test_attribute_of_member_of_enumeration_is_described():
         types.MappingProxyType({"k": 5}),
         functools.partial(open, "file"),
         itertools.count(5),
+        _random.Random,
+        _random.Random.random,
         assigns_to_a_global,
         lambda key: key.__globals__,
         lambda key: os.environ[key],

@@ -79,6 +79,7 @@ _GLOBALS: Final = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOB
 _CELLS: Final = frozenset(
     {"LOAD_DEREF", "LOAD_CLASSDEREF", "LOAD_CLOSURE", "LOAD_FROM_DICT_OR_DEREF"}
 )
+_OF_SCOPES: Final = _CELLS | (_GLOBALS - {"LOAD_GLOBAL"})
 _REFUSED: Final = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL"})
 _SKIPPED: Final = frozenset({"CACHE", "EXTENDED_ARG", "NOP"})
 _IMPORTED: Final = "import "
@@ -216,7 +217,10 @@ class CodeDescriber:
 
     def _callable(self, value: Any) -> str:
         if isinstance(value, _DESCRIPTORS):
-            return f"{self.describe(value.__objclass__)}.{value.__name__}"
+            owner = value.__objclass__
+            if not self.is_known(owner.__module__):
+                raise UndescribableError(f"the class {owner.__qualname__} is in C")
+            return f"{self.describe(owner)}.{value.__name__}"
         if isinstance(value, BuiltinFunctionType):
             return self._builtin(value)
         if _is_kernel(value):
@@ -382,12 +386,16 @@ class CodeDescriber:
     def _chains(self, function: FunctionType) -> Iterator[tuple[str, ...]]:
         """Yield the outer names that a function reads, each with the attributes that follow it."""
         free = function.__code__.co_freevars
-        imported: dict[str, tuple[str, ...]] = {}
+        imported: dict[str, dict[tuple[str, ...], None]] = {}
+        steps: list[list[dis.Instruction]] = []
         for each in _codes(function.__code__):
             self.check_names(each.co_names)
             instructions = [s for s in dis.get_instructions(each) if s.opname not in _SKIPPED]
             self._check_attributes(each, instructions)
-            imported |= self._imported(function, instructions)
+            steps.append(instructions)
+            for name, source in self._imported(function, instructions):
+                imported.setdefault(name, {})[source] = None
+        for instructions in steps:
             chain: tuple[str, ...] = ()
             for step in instructions:
                 if chain and step.opname in _ATTRIBUTES:
@@ -398,15 +406,16 @@ class CodeDescriber:
                 chain = ()
                 if step.opname in _REFUSED:
                     raise UndescribableError(f"{function.__qualname__} assigns to a global")
-                is_local = step.opname.startswith("LOAD_FAST") or step.opname in _CELLS
-                for name in step.argval if type(step.argval) is tuple else (step.argval,):
-                    if chain:  # the first of two names that one instruction loads
-                        yield chain
-                        chain = ()
-                    if is_local and name in imported:
-                        chain = imported[name]
-                    elif step.opname in _GLOBALS or (step.opname in _CELLS and name in free):
-                        chain = (name,)
+                may_be_local = "LOAD_FAST" in step.opname or step.opname in _OF_SCOPES
+                names = step.argval if type(step.argval) is tuple else (step.argval,)
+                # Since 3.13, one instruction may load two names, or store one and load another.
+                for name in names[step.opname == "STORE_FAST_LOAD_FAST" :]:
+                    # A name may be bound in several places, also in different scopes.
+                    sources = [*imported.get(name, ())] if may_be_local else []
+                    if step.opname in _GLOBALS or (step.opname in _CELLS and name in free):
+                        sources.append((name,))
+                    yield from filter(None, (chain, *sources[:-1]))
+                    chain = sources[-1] if sources else ()
 
     def _check_attributes(self, code: CodeType, instructions: list[dis.Instruction]) -> None:
         """Refuse code that reads omitted attributes, also by `getattr` with a constant name."""
@@ -420,9 +429,8 @@ class CodeDescriber:
 
     def _imported(
         self, function: FunctionType, instructions: list[dis.Instruction]
-    ) -> dict[str, tuple[str, ...]]:
-        """Return the names that a function imports, each with its chain."""
-        found: dict[str, tuple[str, ...]] = {}
+    ) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Yield the names that a function imports, each with its chain."""
         base: tuple[str, ...] = ()
         chain: tuple[str, ...] = ()
         for at, step in enumerate(instructions):
@@ -436,11 +444,10 @@ class CodeDescriber:
             elif step.opname == "IMPORT_FROM":
                 chain = (*(base or chain), step.argval)
             elif step.opname.startswith("STORE_") and chain:
-                found[str(step.argval)] = chain
+                yield step.argval[0] if type(step.argval) is tuple else step.argval, chain
                 chain = base
             elif step.opname not in {"SWAP", "POP_TOP"}:
                 base = chain = ()
-        return found
 
     def _code(self, code: CodeType) -> str:
         consts = [
