@@ -130,6 +130,7 @@ def test_options_of_a_client_are_those_that_jax_gave_before_the_hook(jax_program
         import jax
         import xla_plugins.xla_cpu_pjrt as plugin
         from jax._src import xla_bridge
+        from jaxlib import xla_client
         from graphstash.hooks.jax.compiling import Compiling
 
         library = plugin.__file__.replace("__init__.py", "xla_cpu_pjrt.so")
@@ -140,6 +141,8 @@ def test_options_of_a_client_are_those_that_jax_gave_before_the_hook(jax_program
         jax.devices()
         compiling = Compiling(lambda: None, lambda *_: True, print)
         print(compiling.present().client_options)
+        create = xla_client._xla.get_c_api_client
+        print(compiling._options_of(create(platform_name="one", options={"mine": 2})))
         compiling.close()
         xla_bridge._backend_factories["one"].factory = lambda: None
         for _ in range(2):
@@ -152,6 +155,7 @@ def test_options_of_a_client_are_those_that_jax_gave_before_the_hook(jax_program
     unknown = "its client's options are unknown, because graphstash.install() came later"
     assert printed == [
         "mine=1 other='text'",
+        "mine=2",
         f"{unknown}: LookupError('the client of one was made by another function')",
         f"{unknown}: KeyError('one')",
     ]

@@ -184,10 +184,11 @@ class Compiling:
         """Record the options of each plug-in's client."""
 
         @functools.wraps(create_client)
-        def get_c_api_client(name: str, options: Any = None, *arguments: Any, **named: Any) -> Any:
-            client = create_client(name, options or {}, *arguments, **named)
+        def get_c_api_client(*arguments: Any, **named: Any) -> Any:
+            client = create_client(*arguments, **named)
             with suppress(Exception):  # the hook's outermost frame: they count as unknown
-                self._options[client] = text_of(options or {})
+                options = arguments[1] if len(arguments) > 1 else named.get("options", {})
+                self._options[client] = text_of(options)
             return client
 
         return get_c_api_client
