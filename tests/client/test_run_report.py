@@ -4,6 +4,7 @@ import json
 import re
 import socket
 import sys
+import threading
 from datetime import UTC, datetime
 from urllib.parse import parse_qsl, urlsplit
 
@@ -164,6 +165,28 @@ def test_process_that_is_killed_has_reported_and_recorded_what_it_compiled(confi
     assert [entry["runs"] for entry in manifest["entries"]] == [1, 1]
     listed = httpx.get(f"{of_namespace}/artifacts", timeout=60).json()["artifacts"]
     assert [each["label"] for each in listed] == 2 * ["jit(step)"]
+
+
+def test_process_that_ends_while_its_report_waits_does_not_wait_again(
+    config, recorder, monkeypatch
+):
+    ask, ended, asked = recorder.ask, threading.Event(), []
+
+    def wait(request):
+        if request.method == "PUT" and "/manifests/" in request.path:
+            asked.append(request)
+            ended.wait(60)
+        return ask(request)
+
+    monkeypatch.setattr(recorder, "ask", wait)
+    settings = variables_of(config(url=recorder.url, drain_seconds=0.5))
+    with started(IMPATIENT, **settings, GRAPHSTASH_JOB="mine") as process:
+        process.stdin.write("1\n")
+        process.stdin.flush()
+        until(lambda: asked)
+        process.communicate(timeout=60)
+        ended.set()
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize("is_used", [True, False])

@@ -262,8 +262,8 @@ class Session:
         self._publisher.close()
         if self._cache is not None:
             self._cache.abandon_all()
-        self._settled.end(max(0.0, until - time.monotonic()))
-        self._describe()
+        if self._settled.end(max(0.0, until - time.monotonic())):
+            self._describe()  # otherwise a call that does the same is still waiting for the server
         self._prefetcher.drain(_MANIFEST_SECONDS)
         self._prefetcher.close()
         if self._late_uploads is not None:

@@ -45,12 +45,13 @@ class Settled:
         )
         counters.program_ready = self._begin
 
-    def end(self, timeout_seconds: float) -> None:
-        """Make no further call. Wait until the timeout for a running one."""
+    def end(self, timeout_seconds: float) -> bool:
+        """Make no further call. Wait for a running one, and return False after the timeout."""
         self._counters.program_ready = lambda: None
         self._is_ending.set()
-        self._executor.drain(timeout_seconds)
+        is_idle = self._executor.drain(timeout_seconds)
         self._executor.close()
+        return is_idle
 
     def _begin(self) -> None:
         self._executor.submit(self._run)
