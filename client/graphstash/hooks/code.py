@@ -391,7 +391,7 @@ class CodeDescriber:
         for each in _codes(function.__code__):
             self.check_names(each.co_names)
             instructions = [s for s in dis.get_instructions(each) if s.opname not in _SKIPPED]
-            self._check_attributes(each, instructions)
+            self.check_attributes(each, instructions)
             steps.append(instructions)
             for name, source in self._imported(function, instructions):
                 imported.setdefault(name, {})[source] = None
@@ -417,7 +417,7 @@ class CodeDescriber:
                     yield from filter(None, (chain, *sources[:-1]))
                     chain = sources[-1] if sources else ()
 
-    def _check_attributes(self, code: CodeType, instructions: list[dis.Instruction]) -> None:
+    def check_attributes(self, code: CodeType, instructions: list[dis.Instruction]) -> None:
         """Refuse code that reads omitted attributes, also by `getattr` with a constant name."""
         strings = {each for each in code.co_consts if type(each) is str}
         loaded = {step.argval for step in instructions if step.opname in _ATTRIBUTES}

@@ -581,6 +581,22 @@ _RECORDED = (
         ),
         *OFF_AND_ON,
     ),
+    *(
+        pair(
+            f"recorded kernel that a pass {name}",
+            _RECORD
+            + _FOLD.replace("constant_fold(graph.owning_module)", call)
+            + _WITH_FAKE.replace("torch.HERE(x)", "x * HERE"),
+        )
+        for name, call in (
+            ("calls", "[each.target(torch.ones(2)) for each in graph.nodes if each.op[0] == 'c']"),
+            (
+                "calls by another name",
+                "each = [*graph.nodes][1]; call = each.target; call(*[torch.ones(2)])",
+            ),
+            ("calls with arguments", "[*graph.nodes][1].target(*[torch.ones(2)])"),
+        )
+    ),
     pair(
         "backward in a kernel that torch makes",
         _RECORD

@@ -10,11 +10,13 @@ torch's own lowerings and decompositions. A graph with code that has no descript
 import ctypes
 import hashlib
 import re
+import sys
 from collections.abc import Iterable, Iterator
+from dis import Instruction
 from functools import cache, cached_property
 from math import prod
 from operator import itemgetter
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -195,6 +197,10 @@ class _Describer(CodeDescriber):
         if found := _STATEFUL_NAMES.intersection(names):
             raise UndescribableError(f"code reads {min(found)}")
 
+    def check_attributes(self, code: CodeType, instructions: list[Instruction]) -> None:
+        super().check_attributes(code, instructions)
+        self.executes_all |= "target" in code.co_names and _calls_target(instructions)
+
     def special(self, value: Any) -> str | None:
         match value:
             case OpOverload() | OpOverloadPacket():
@@ -272,6 +278,32 @@ class _Describer(CodeDescriber):
         self.executed.add(name)  # its caller runs during the compilation
         overload = getattr(operation, "_overloadname", "")
         return f"operation {name} {overload} {self.describe(own) if own else ''}"
+
+
+def _calls_target(steps: list[Instruction]) -> bool:
+    """Return whether code calls `node.target`, or a name for it: it may run the operation of any
+    node of a graph, on real tensors.
+    """
+    names = {"target"}
+    unpacks = any(each.opname == "CALL_FUNCTION_EX" for each in steps)
+    for at, step in enumerate(steps):
+        own = step.argval if type(step.argval) is tuple else (step.argval,)
+        if step.opname.startswith("STORE_FAST") and steps[at - 1].argval == "target":
+            names.add(own[0])
+        if names.isdisjoint(own) or "LOAD" not in step.opname:
+            continue
+        if step.opname == "LOAD_METHOD" or "NULL" in step.argrepr:
+            return True
+        if sys.version_info >= (3, 13):
+            is_called = steps[at + 1].opname == "PUSH_NULL"
+        else:
+            while steps[at].opname == "LOAD_ATTR":
+                at -= 1  # noqa: PLW2901 - to the start of the expression
+            is_called = steps[at - 1].opname == "PUSH_NULL"
+            is_called |= unpacks and not steps[at].opname.startswith("LOAD")  # its start is unknown
+        if is_called:
+            return True
+    return False
 
 
 def _has_unknown_input(node: Node) -> bool:
@@ -712,7 +744,7 @@ def _kernels(packet: OpOverloadPacket, *, is_executed: bool) -> Iterator[tuple[s
     An executable calls an operation's kernel for one device, or for all, by the operation's name. A
     compilation does not depend on it if there is a fake kernel and it does not execute it:
     it executes pointwise operations on constants, and any operation while it freezes a graph, or in
-    a pass of the user that folds constants.
+    a pass of the user that folds constants or calls the target of a node.
 
     Raises:
         UndescribableError: the operation has such a kernel, which was not recorded.
