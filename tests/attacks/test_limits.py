@@ -88,7 +88,8 @@ def _announced(fort, space, size_bytes, *, number=0, token=None):
 
 def test_heads_without_bodies_evict_nothing_and_block_no_upload(limited, space):
     """An announced size reserves no room: five heads announce 17 MiB each, in a store of 20 MiB."""
-    limited.set_policy(space, limit_bytes=_STORE_BYTES)
+    # The soft limit, nine tenths of it, must have room for nine artifacts.
+    limited.set_policy(space, limit_bytes=2 * _STORE_BYTES)
     assert limited.fill(space, *_VICTIMS) == [201] * 7
     token = limited.token(f"write:{space}-rogue")
     before = limited.picture()
