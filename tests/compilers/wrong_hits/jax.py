@@ -334,7 +334,8 @@ _REVERSE = (
     _setting(
         "directory of XLA's own caches",
         "jax.config.update('jax_compilation_cache_dir', 'HERE')\n"
-        "jax.config.update('jax_persistent_cache_enable_xla_caches', 'all')",
+        "if hasattr(jax.config, 'jax_persistent_cache_enable_xla_caches'):  # since 0.4.36\n"
+        "    jax.config.update('jax_persistent_cache_enable_xla_caches', 'all')",
         "one",
         "two",
         relation=_EQUAL,
