@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from graphstash._compile.cache import CompileCache
 from graphstash.hooks.client_options import options_by_jax
-from graphstash.hooks.import_hook import when_imported
+from graphstash.hooks.import_hook import after_import
 from graphstash.hooks.partitioners import Partitioners
 from graphstash.hooks.patching import Patches
 from graphstash.hooks.pjrt.abi import FIRST_MINOR, POINTER_BYTES, TRIED_MINORS, Function
@@ -119,11 +119,7 @@ class PjrtHook:
 
     def _follow(self, framework: str, action: Callable[[], None]) -> None:
         """Call `action` after the framework's import: at once if it is already imported."""
-        guarded = partial(self._guarded, framework, action)
-        if framework in sys.modules:
-            guarded()
-        else:
-            when_imported(framework, guarded)
+        after_import(framework, partial(self._guarded, framework, action))
 
     def _guarded(self, framework: str, action: Callable[[], None]) -> None:
         if self._closed:
