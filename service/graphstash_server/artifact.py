@@ -41,6 +41,11 @@ class Artifact(NamedTuple):
     withheld_at: datetime | None = None
 
     @property
+    def identity(self) -> tuple[str, int, datetime, datetime | None]:
+        """Values of which one differs after the artifact was replaced, withheld or released."""
+        return self.digest.sha256, self.digest.size_bytes, self.created_at, self.withheld_at
+
+    @property
     def metadata(self) -> ArtifactMetadata | None:
         """Parsed metadata. None if absent, or if a release with other rules stored it."""
         try:

@@ -323,15 +323,13 @@ async def delete_artifacts(
     """
     given = keys_parameters([row.key for row in rows])
     found = {tuple(each) for each in await _LOCK_ROWS.fetch(connection, given)}
-    unchanged = [row for row in rows if (*row.key.columns[1:], *_identity(row)) in found]
+    unchanged = [row for row in rows if (*row.key.columns[1:], *row.identity) in found]
     return unchanged, await delete_rows(connection, [row.key for row in unchanged])
 
 
-def _identity(row: Artifact) -> tuple[object, ...]:
-    return row.digest.sha256, row.digest.size_bytes, row.created_at, row.withheld_at
-
-
 _IDENTITY = ("sha256", "size_bytes", "created_at", "withheld_at")
+"""Columns of `Artifact.identity`."""
+
 _LOCK_ROWS = Prepared(
     lambda dialect: (
         select(*(artifacts.c[name] for name in (*KEY_COLUMNS[1:], *_IDENTITY)))

@@ -91,8 +91,9 @@ class Upload:
         withdrawn_until: for an artifact that another server sends, the number of the namespace's
             last withdrawal before that server was asked. A later withdrawal of the same bytes makes
             the commit fail.
-        displaces: artifact that the commit replaces, unless it changed, whatever the policy keeps.
-            `UploadService` sets it, see `ArtifactService.is_replaceable`.
+        displaces: artifact that the commit replaces even if the policy keeps the first one. If the
+            artifact has changed since, the policy decides. `UploadService` sets `displaces`, see
+            `ArtifactService.is_replaceable`.
     """
 
     key: StoredKey
@@ -403,7 +404,7 @@ async def _store(
         existing = await find_stored(connection, upload.key)
         if existing is None:
             continue
-        if upload.displaces is None or _identity(upload.displaces) != _identity(existing):
+        if upload.displaces is None or upload.displaces.identity != existing.identity:
             if existing.withheld_at is not None:
                 return withheld(upload, existing.digest)
             if existing.digest == upload.digest or not upload.replaces:
@@ -412,11 +413,6 @@ async def _store(
             return None
         if await replace_artifact(connection, new, replaces=existing):
             return Commit(stored=new, replaced=existing)
-
-
-def _identity(row: Artifact) -> tuple[Digest, datetime, datetime | None]:
-    """Return the values that differ if the artifact was replaced, withheld or released."""
-    return row.digest, row.created_at, row.withheld_at
 
 
 def _change(upload: Upload, replaced: Artifact | None) -> UsageChange:
