@@ -18,7 +18,6 @@ _SAME_EXECUTABLE: Final = frozenset(
 """Options outside the key: they identify the rank, the framework or the platform, or decide only
 how programs run. Programs that are compiled without a device have none of them."""
 
-
 _CREATE: Final = "make_pjrt_c_api_client"
 """Name of JAX's function that creates the client of a plug-in; JAX 0.4.31 has none."""
 

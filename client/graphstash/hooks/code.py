@@ -354,8 +354,8 @@ class CodeDescriber:
                 value = getattr(value, name, _ABSENT)
             except Exception as error:
                 raise UndescribableError(f"{'.'.join(chain)}: {error!r}") from error
-        is_known = self.is_known(chain[0].removeprefix(_IMPORTED))
-        if value is _ABSENT and chain[0].startswith(_IMPORTED) and not is_known:
+        module = chain[0].removeprefix(_IMPORTED)
+        if value is _ABSENT and module != chain[0] and not self.is_known(module):
             raise UndescribableError(f"{function.__qualname__}: {'.'.join(chain)} does not exist")
         try:
             return self.describe(value) + ("" if added is None else self.describe(added))
