@@ -361,8 +361,8 @@ class Session:
             self._publisher.drain(self.config.drain_seconds)
 
     def _describe(self) -> None:
-        """Send the descriptions of what this process published since the last call, and add what it
-        used since then to the job's manifests.
+        """Describe to the server the artifacts that this process has published since the last call.
+        Add the artifacts that it has used since then to the job's manifests.
         """
         cache = self._cache
         if cache is None:

@@ -409,9 +409,9 @@ class Follower:
         return comparison
 
     async def drop_differing(self) -> None:
-        """Drop the copies of which the upstream has other bytes, in the next rounds. The upstream
-        evicted or lost the artifact, which its list does not say, before a job published another
-        one. All regions then serve the same executable. Keep the copies that the upstream lacks.
+        """Drop each copy whose bytes differ from the upstream's, in the next rounds: the upstream
+        evicted or lost the artifact, which its list does not say, and a job then published another
+        one. So all regions serve the same executable. Keep the copies that the upstream lacks.
         """
         async with self.database.reading() as connection:
             followed = await list_positions(connection)

@@ -113,7 +113,7 @@ class Region:
         await self.set_aside.evict_old()
 
     async def drop_differing(self) -> None:
-        """Drop copies of which the upstream has other bytes, see `Follower.drop_differing`."""
+        """Drop each copy whose bytes differ from the upstream's, see `Follower.drop_differing`."""
         await self.follower.drop_differing()
 
     async def gauges(self) -> tuple[bool, int, int]:

@@ -182,8 +182,8 @@ class Seam:
 def _without_own_caches(options: Any) -> Any:
     """Return compile options that do not name the caches of XLA itself.
 
-    JAX 0.4.36 to 0.10.2 includes their paths in the key, if the user sets a directory. XLA stores
-    there only what it would measure or compile again, see `named_files.is_output`.
+    JAX 0.4.36 to 0.10.2 includes their paths in the key, if the user sets a directory. Without
+    these files, XLA measures or compiles the same again, see `named_files.is_output`.
     """
     try:
         debug_options = options.executable_build_options.debug_options

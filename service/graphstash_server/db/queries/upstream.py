@@ -7,17 +7,7 @@ from datetime import datetime, timedelta
 from itertools import zip_longest
 from typing import Final, NamedTuple
 
-from sqlalchemy import (
-    ColumnElement,
-    and_,
-    bindparam,
-    delete,
-    func,
-    not_,
-    or_,
-    select,
-    update,
-)
+from sqlalchemy import ColumnElement, and_, bindparam, delete, func, not_, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from graphstash_schema import Digest, Namespace

@@ -61,15 +61,15 @@ _NO_AGE = timedelta(0)
 _MAX_AGE = timedelta(seconds=2)
 
 _DELETE_SECONDS = _MAX_AGE.total_seconds() + 0.5
-"""Seconds until a deletion is answered if another process may still read the blob: the store has
-not deleted it, another artifact has it, or a host has a copy of it (`storage.tier`). By then, no
-process has the row in memory, so none serves the blob."""
+"""Seconds until the server answers a deletion if another process may still read the blob: the
+store has not deleted it, another artifact has it, or a host has a copy of it (`storage.tier`). By
+then, no process has the row in memory, so none serves the blob."""
 
 _COLLECT_SECONDS = 30.0
 """Seconds that `ArtifactService.delete_all` waits for the store to delete some blobs."""
 
 _COLLECTED_AT_ONCE = 20
-"""Number of these blobs."""
+"""Number of blobs in one such wait."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -83,8 +83,8 @@ class RecentRows:
     A change by this process drops the row. After a change by another process, opening the blob
     usually fails, and the database is queried. If the blob stays, the old artifact is served for at
     most two seconds (`_MAX_AGE`). It stays if the artifact is withheld, another artifact has the
-    same blob, or a disk tier keeps a copy. A deletion is answered after that time. `clock` is never
-    set back.
+    same blob, or a disk tier keeps a copy. The server answers a deletion after that time. `clock`
+    is never set back.
     """
 
     clock: Clock
@@ -397,7 +397,7 @@ class ArtifactService:
         """
         return len(await self._delete(rows, actor=actor, eviction=reason))
 
-    async def delete_all(self, namespace: Namespace, *, actor: Actor) -> "Cleared":
+    async def delete_all(self, namespace: Namespace, *, actor: Actor) -> Cleared:
         """Delete all artifacts of a namespace, withheld or not.
 
         Their blobs are deleted last, because that may take long. If the store does not delete two
@@ -425,8 +425,8 @@ class ArtifactService:
         return Cleared(len(withdrawn), left)
 
     async def _collect_pages(self, digests: Sequence[Digest]) -> tuple[set[Digest], int]:
-        """Delete many blobs, see `delete_all`. Return those that were deleted, and how many are
-        left to maintenance.
+        """Delete the blobs of `delete_all`, page by page. Return the deleted blobs, and the number
+        of the blobs that maintenance still has to delete.
         """
         deleted: set[Digest] = set()
         left = late_pages = 0
@@ -443,9 +443,9 @@ class ArtifactService:
         return deleted, left
 
     async def collect(self, digests: Sequence[Digest]) -> set[Digest]:
-        """Delete the blobs of deleted artifacts, unless others need them. Return those that were
-        deleted, if the store deleted all. Maintenance deletes those that the store does not delete
-        now.
+        """Delete the blobs of deleted artifacts, unless other artifacts need them. Return the
+        deleted blobs, or none if the store failed for one of them. Maintenance then deletes the
+        rest.
         """
         try:
             return await self.collector.collect_all(digests, only_marked=True)

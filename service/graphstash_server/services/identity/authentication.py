@@ -45,7 +45,6 @@ MAX_DECISION_AGE: Final = timedelta(seconds=2)
 
 _LOGGER = logging.getLogger(__name__)
 
-
 _MAX_KNOWN = 10_000
 _MAX_UNKNOWN = 10_000
 """Maximum cached ids of unknown or revoked tokens. An id has 16 characters: about 2 MB."""

@@ -147,7 +147,7 @@ class Maintenance:
     unused_longer_than: timedelta | None
     toolchains_kept: int | None
     audit_kept_for: timedelta
-    region: "RegionalChores | None"
+    region: RegionalChores | None
 
     def __post_init__(self) -> None:
         self._failed: dict[str, _Failed] = {}
