@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeGuard, cast
 import torch
 from torch import Tensor, distributed, nn
 
+from graphstash.training.lent import Lent
+
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
@@ -173,7 +175,8 @@ class Sums:
             for dimension in dimensions:
                 group = mesh.get_group(dimension)
                 by_rank = [torch.empty_like(stacked) for _ in range(group.size())]
-                distributed.all_gather(by_rank, stacked, group=group)
+                with Lent(*by_rank, stacked):
+                    distributed.all_gather(by_rank, stacked, group=group)
                 stacked = reduce(torch.add, by_rank)
             for n, number in zip(indices, stacked, strict=True):
                 summed[n] = number
@@ -184,5 +187,6 @@ class Sums:
         for (mesh, *dimensions), _ in self._places:
             for dimension in dimensions:
                 operation = distributed.ReduceOp.MAX
-                distributed.all_reduce(number, op=operation, group=mesh.get_group(dimension))
+                with Lent(number):
+                    distributed.all_reduce(number, op=operation, group=mesh.get_group(dimension))
         return number

@@ -20,6 +20,10 @@ def test_sums_equal_torch_on_every_rank_and_send_union_of_blocks(ranks):
     ranks(3).run("reduce:sums", count=24)
 
 
+def test_tensors_of_sums_are_freed_by_the_thread_that_sums(ranks):
+    ranks(3).run("reduce:sums_free_their_tensors", count=100)
+
+
 @pytest.mark.parametrize("name", HOOKS)
 def test_ddp_trains_the_same_with_the_hook(ranks, name):
     ranks(3).run("reduce:trains_the_same", name=name)

@@ -3,10 +3,13 @@
 import math
 import os
 import signal
+import threading
+import weakref
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, distributed, nn
@@ -102,6 +105,39 @@ def sums(*, count: int) -> None:
     zeros[16 * distributed.get_rank()] = 1.0  # blocks of each rank's own are gathered
     BlockSparseAllReduce(block_size=16).sum_(zeros)
     assert_same_bits("negative zeros", zeros)
+
+
+def sums_free_their_tensors(*, count: int) -> None:
+    """Require that no thread of gloo frees a tensor of a sum. It needs the interpreter lock then,
+    and a process that destroys its group may hold this lock until the thread ends.
+    """
+    freed_in: list[int] = []
+    references = []
+
+    def watched(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **more: Any) -> Any:
+            for each in arguments:
+                if isinstance(each, Tensor):
+                    noted = weakref.ref(each, lambda _: freed_in.append(threading.get_ident()))
+                    references.append(noted)
+            return collective(*arguments, **more)
+
+        return call
+
+    with (
+        patch.object(distributed, "all_reduce", watched(distributed.all_reduce)),
+        patch.object(
+            distributed, "all_gather_into_tensor", watched(distributed.all_gather_into_tensor)
+        ),
+    ):
+        reduce, rank = BlockSparseAllReduce(block_size=64), distributed.get_rank()
+        for _ in range(count):
+            for rows in (1, 12, 400):  # one message, a gather, and a ring
+                flat = torch.zeros(5000, 64)
+                flat[7 * rank : 7 * rank + rows] = 1.0
+                reduce.sum_(flat.view(-1))
+    assert len(freed_in) > 3 * count
+    assert set(freed_in) == {threading.get_ident()}
 
 
 def sparse(**arguments: Any) -> Hook:

@@ -19,6 +19,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from graphstash.training.fusion.parameters import FusionError
+from graphstash.training.lent import Lent
 
 __all__ = ["Buckets"]
 
@@ -106,7 +107,8 @@ def _divisor(ddp: DistributedDataParallel, device: torch.device) -> int:
     # A process that has joined calls the hook outside of backward, with zeros.
     is_active = torch._C._current_graph_task_id() != -1
     active = torch.tensor(int(is_active), device=device)
-    distributed.all_reduce(active, group=group)
+    with Lent(active):
+        distributed.all_reduce(active, group=group)
     return int(active)
 
 

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, distributed
 
 from graphstash.errors import ConfigError
+from graphstash.training.lent import Lent
 from graphstash.training.reduce.agreement import require_floats, require_same, require_scale
 from graphstash.training.reduce.blocks import (
     BLOCK_ELEMENTS,
@@ -223,7 +224,8 @@ class BlockSparseAllReduce:
         _require_added(flat.dtype, wire_dtype)
         with written_back(flat) as contiguous:
             wire = contiguous if wire_dtype is None else contiguous.to(wire_dtype)
-            distributed.all_reduce(wire, group=self.group)
+            with Lent(wire):
+                distributed.all_reduce(wire, group=self.group)
             if wire is not contiguous:
                 contiguous.copy_(wire)
         return wire.nbytes
@@ -309,7 +311,8 @@ class BlockSparseAllReduce:
         if gathers(ranks, most * NUMBER_BYTES, flag_bytes) and blocks < MAX_NUMBER:
             numbers = padded(own, most)
             received = numbers.new_empty(ranks * most)
-            distributed.all_gather_into_tensor(received, numbers, group=self.group)
+            with Lent(received, numbers):
+                distributed.all_gather_into_tensor(received, numbers, group=self.group)
             rows = received.view(ranks, most).long()
             by_rank = [row[:count] for row, count in zip(rows, counts, strict=True)]
             return Union(torch.cat(by_rank).unique(), by_rank, ranks * numbers.nbytes // 2)
@@ -317,10 +320,12 @@ class BlockSparseAllReduce:
         flags[own] = True
         if own.is_cuda:
             bits = flags.to(torch.uint8)
-            distributed.all_reduce(bits, distributed.ReduceOp.MAX, group=self.group)
+            with Lent(bits):
+                distributed.all_reduce(bits, distributed.ReduceOp.MAX, group=self.group)
             return Union(bits.nonzero().flatten(), None, bits.nbytes)
         bits = bits_of(flags)
-        distributed.all_reduce(bits, distributed.ReduceOp.BOR, group=self.group)
+        with Lent(bits):
+            distributed.all_reduce(bits, distributed.ReduceOp.BOR, group=self.group)
         return Union(from_bits(bits, blocks).nonzero().flatten(), None, bits.nbytes)
 
 

@@ -14,6 +14,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor, distributed
 
+from graphstash.training.lent import Lent
+
 __all__ = ["MAX_NUMBER", "NUMBER_BYTES", "Form", "Opening", "aligned"]
 
 NUMBER_BYTES: Final = 4
@@ -121,7 +123,8 @@ class Opening:
             if filled:
                 _put(message, start, each(numbers[:filled]))
         received = message.new_empty(ranks * capacity)
-        distributed.all_gather_into_tensor(received, message, group=group)
+        with Lent(received, message):
+            distributed.all_gather_into_tensor(received, message, group=group)
         self.nbytes = received.nbytes // 2
         self._messages = received.view(ranks, capacity)
         heads = self._messages[:, : head.nbytes].contiguous().view(torch.int64).tolist()

@@ -11,11 +11,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, distributed
 
+from graphstash.training.lent import Lent
 from graphstash.training.reduce.blocks import BlockView, SparseRows
 from graphstash.training.reduce.opening import MAX_NUMBER, NUMBER_BYTES, Form, Opening, aligned
 
@@ -75,10 +76,10 @@ def padded(numbers: Tensor, length: int) -> Tensor:
 
 
 class _Sending(NamedTuple):
-    """A slot whose collective has started, and what writes its result back."""
+    """A slot whose collective has started with tensors, and what writes its result back."""
 
     nbytes: int
-    work: Any
+    lent: Lent
     write: Callable[[], None]
 
 
@@ -97,7 +98,7 @@ def send(slots: Iterator[_Sending]) -> tuple[int, float, float, float]:
         if not in_flight:
             return sent_bytes, pack, send, unpack
         slot = in_flight.popleft()
-        slot.work.wait()
+        slot.lent.take_back()
         arrived = time.perf_counter()
         slot.write()
         send += arrived - started
@@ -145,8 +146,9 @@ class Slots:
     def _summed(self, union: Tensor) -> Iterator[_Sending]:
         for numbers in torch.split(union, self._most) if len(union) else ():
             wire = self.packed(numbers)
-            work = distributed.all_reduce(wire, group=self._group, async_op=True)
-            yield _Sending(wire.nbytes, work, partial(self._unpack, numbers, wire))
+            lent = Lent(wire)
+            lent.work = distributed.all_reduce(wire, group=self._group, async_op=True)
+            yield _Sending(wire.nbytes, lent, partial(self._unpack, numbers, wire))
 
     def _gathered(
         self,
@@ -169,13 +171,13 @@ class Slots:
             by_rank = [each[count:] for each, count in zip(union.by_rank, filled, strict=True)]
         for slot, message in zip(slots, messages, strict=True):
             received = message.new_empty(len(filled) * len(message))
-            work = distributed.all_gather_into_tensor(
+            lent = Lent(received, message)
+            lent.work = distributed.all_gather_into_tensor(
                 received, message, group=self._group, async_op=True
             )
             numbers_of = None if by_rank is None else [each[slot] for each in by_rank]
-            each_message = received.view(len(filled), -1)
-            write = partial(self._add_all, each_message, slot, numbers_of)
-            yield _Sending(received.nbytes // 2, work, write)
+            write = partial(self._add_all, received, slot, numbers_of)
+            yield _Sending(received.nbytes // 2, lent, write)
 
     def _unpack(self, numbers: Tensor, wire: Tensor) -> None:
         self.blocks.unpack(numbers, wire.to(self.blocks.dtype))
@@ -192,7 +194,8 @@ class Slots:
         message[head : head + len(packed)] = packed
         return message
 
-    def _add_all(self, messages: Tensor, slot: slice, numbers_of: Sequence[Tensor] | None) -> None:
+    def _add_all(self, received: Tensor, slot: slice, numbers_of: Sequence[Tensor] | None) -> None:
+        messages = received.view(distributed.get_world_size(self._group), -1)
         dtype = self._wire.dtype or self.blocks.dtype
         if numbers_of is not None:
             for numbers, message in zip(numbers_of, messages, strict=True):

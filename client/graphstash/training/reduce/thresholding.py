@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
+from graphstash.training.lent import Lent
 from graphstash.training.reduce.blocks import BlockView
 
 __all__ = ["Thresholding"]
@@ -127,7 +128,8 @@ class Thresholding:
         world = distributed.get_world_size(group)
         held = {key: value / world for key, value in sorted(self._held.items())}
         for value in held.values():
-            distributed.all_reduce(value, group=group)
+            with Lent(value):
+                distributed.all_reduce(value, group=group)
         return {
             "held": held,
             "thresholds": dict(self._thresholds),
