@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from graphstash.training.loop.training_step import DeviceLog
-from graphstash.training.optimizers.base import DeviceScalars
+from graphstash.training.optimizers.scalars import DeviceScalars
 
 CPU = torch.device("cpu")
 

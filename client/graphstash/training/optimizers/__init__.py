@@ -11,6 +11,7 @@ With `LossScale`, a whole mixed-precision step is one graph.
     roots background            when the results are used; the thread that computes them
     factors                     which matrices a tensor has
     base                        parameter groups, state dictionaries, the step
+    formula options scalars     new or old values; arguments of all optimizers; numbers on devices
     cohort                      parameters that are updated together, their state, torch's kernels
     gradients                   loss scale and clipping
 """

@@ -33,17 +33,14 @@ import torch
 from torch import Tensor
 
 from graphstash.training.device import TracedOp
-from graphstash.training.optimizers.base import (
+from graphstash.training.optimizers.base import SyncFreeOptimizer
+from graphstash.training.optimizers.formula import Options, Split, can_be_squared, selecting
+from graphstash.training.optimizers.options import (
     Group,
-    Options,
-    Split,
-    SyncFreeOptimizer,
     TorchOptions,
     at_least,
-    can_be_squared,
     options_in,
     require_count,
-    selecting,
 )
 
 __all__ = ["Adafactor"]

@@ -13,7 +13,7 @@ Multiplying by a mask would keep NaN, because NaN * 0 is NaN.
 import inspect
 import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Final, NamedTuple, TypedDict, Unpack
+from typing import Any, ClassVar, Final, Unpack
 
 import torch
 from torch import Tensor, optim
@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 
 from graphstash.errors import ConfigError
 from graphstash.training.device import (
-    Shapes,
     TracedOp,
     assign,
     materialize,
@@ -42,157 +41,22 @@ from graphstash.training.optimizers.cohort import (
     place_of,
     set_counts_apart,
 )
-from graphstash.training.sharding import Sums, is_sharded, sharded_like
+from graphstash.training.optimizers.formula import Layout, Options
+from graphstash.training.optimizers.options import (
+    Group,
+    TorchOptions,
+    at_least,
+    is_sequence,
+    require_count,
+)
+from graphstash.training.optimizers.scalars import DeviceScalars, number_of
+from graphstash.training.sharding import is_sharded, sharded_like
 
-__all__ = [
-    "Group",
-    "Kernel",
-    "Options",
-    "Split",
-    "SyncFreeOptimizer",
-    "TorchOptions",
-    "at_least",
-    "can_be_squared",
-    "decayed",
-    "options_in",
-    "require_count",
-    "selecting",
-]
-
-Options = tuple[Any, ...]
-"""Option values that are constants of the graph."""
-
-Group = Mapping[str, Any]
-"""A parameter group: options, and usually `params`."""
+__all__ = ["Kernel", "SyncFreeOptimizer"]
 
 Kernel = Callable[..., object]
 """A fused kernel of torch that still needs only found_inf and grad_scale."""
 
-
-class Layout(NamedTuple):
-    """Everything that determines the graph of an update."""
-
-    options: Options
-    select: bool
-    unscale: bool
-    maximize: bool
-    scalar_count: int
-    slot_count: int
-    parameters: Shapes
-    shards: Sums
-    master: bool
-
-
-class Split(NamedTuple):
-    """The inputs of an update. `gradients`, `parameters` and each slot have equal lengths."""
-
-    scalars: list[Tensor]  # each []
-    gradients: list[Tensor]  # negated if the loss is maximized
-    step: Tensor  # [], the number of earlier good steps
-    parameters: list[Tensor]
-    slots: list[list[Tensor]]
-    found_inf: Tensor | None  # []
-    shards: Sums
-    dtype: torch.dtype  # of the stored parameters; float32 with master weights
-    may_overwrite: bool
-    """Whether the formula may write new values over the parameters and slots, to save copies."""
-
-
-Formula = Callable[[Split, Tensor, Options], tuple[list[Tensor], list[list[Tensor]]]]
-"""`formula(old, step, options)` returns new parameters and slots. `step` counts good steps,
-and this step if it is good."""
-
-
-def selecting(formula: Formula) -> Callable[[list[Tensor], Layout], list[Tensor]]:
-    """Return a function that applies a formula, but returns the old values on a bad step.
-
-    Its first argument is a flat list of the tensors in the order of `Split`, then of the loss scale
-    if the gradients are still scaled. It returns step, parameters and slots.
-    """
-
-    def update(inputs: list[Tensor], layout: Layout) -> list[Tensor]:
-        old = _split(inputs, layout)
-        good = old.found_inf == 0 if old.found_inf is not None else None
-        step = old.step + (1.0 if good is None else good.to(old.step.dtype))
-        if layout.master:
-            *slots, kept = old.slots
-            # Parameters may change between the creation of state and the first good step.
-            master = [
-                torch.where(step == 1, new.float(), wide)
-                for new, wide in zip(old.parameters, kept, strict=True)
-            ]
-            wide = old._replace(parameters=master, slots=slots)
-            parameters, slots = formula(wide, step, layout.options)
-            slots = [*slots, parameters]
-        else:
-            slots = [list(map(_widened, slot)) for slot in old.slots]
-            wide = old._replace(parameters=list(map(_widened, old.parameters)), slots=slots)
-            parameters, slots = formula(wide, step, layout.options)
-        before = old.parameters + [tensor for slot in old.slots for tensor in slot]
-        after = parameters + [tensor for slot in slots for tensor in slot]
-        if good is not None:
-            after = [torch.where(good, new, kept) for new, kept in zip(after, before, strict=True)]
-        # A float32 scalar widens bfloat16 parameters of shape []. Restore their dtype.
-        after = [new.to(kept.dtype) for new, kept in zip(after, before, strict=True)]
-        return [step, *after]
-
-    return update
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    """Widen float16 to float32: an eps of 1e-8 is 0 in float16, and 0 / 0 would be NaN.
-
-    Small moments still underflow when they are stored as float16, unless `master_weights` is on.
-    """
-    return tensor.float() if tensor.dtype == torch.float16 else tensor
-
-
-def _split(inputs: list[Tensor], layout: Layout) -> Split:
-    count = len(layout.parameters)
-    scalars, rest = inputs[: layout.scalar_count], inputs[layout.scalar_count :]
-    gradients, rest = rest[:count], rest[count:]
-    step, tensors = rest[0], rest[1:]
-    lists = [tensors[n * count : (n + 1) * count] for n in range(1 + layout.slot_count)]
-    extra = tensors[(1 + layout.slot_count) * count :]
-    found_inf = extra[0] if layout.select else None
-    gradients = [g.float() if layout.master else _widened(g) for g in gradients]
-    if layout.unscale:
-        gradients = list(torch._foreach_mul(gradients, extra[-1].reciprocal()))
-    if layout.maximize:
-        gradients = list(torch._foreach_neg(gradients))
-    dtype = torch.float32 if layout.master else layout.parameters[0][1]
-    is_plain = lists[0][0].device.type == "cpu" and not torch.compiler.is_compiling()
-    return Split(
-        *(scalars, gradients, step, lists[0], lists[1:], found_inf, layout.shards, dtype),
-        may_overwrite=is_plain and not layout.select,
-    )
-
-
-class TorchOptions(TypedDict, total=False):
-    """Keyword arguments of every optimizer. Most are torch.optim's.
-
-    Attributes:
-        master_weights: Store a float32 copy of bfloat16 or float16 parameters, and their moments in
-            float32, so that small changes add up. Default: False.
-        fused: False: never use torch's fused kernels. None or True: use a fused kernel on plain
-            torch if it gives the formula's results. Default: None.
-        foreach: Has no effect, but must not be True if `fused` is.
-        capturable: Has no effect.
-        differentiable: Must be False.
-        amp_scaling: True: `step` divides by the loss scale and skips bad steps, without reading the
-            device. False: torch.amp.GradScaler or Lightning does both and reads the device.
-            Lightning can clip gradients only with False. Default: True.
-    """
-
-    master_weights: bool
-    fused: bool | None
-    foreach: bool | None
-    capturable: bool
-    differentiable: bool
-    amp_scaling: bool
-
-
-_NO_OPTIONS: Final = frozenset({"self", "params", "options", "__class__"})
 
 _IN_GROUPS: Final = frozenset(
     (
@@ -201,50 +65,6 @@ _IN_GROUPS: Final = frozenset(
     )
 )
 """Keys that a group may have besides options: parameters, names, and values that schedulers add."""
-
-
-def can_be_squared(gradient: Tensor) -> Tensor:
-    """Return whether the sum of the gradient's squares is finite, as a bool tensor of shape [].
-
-    Otherwise an optimizer's sums of squares overflow to inf and become NaN at the next step. The
-    sum of all squares bounds the product of any two elements. Call this for each parameter alone:
-    its result must not depend on the parameters that are updated with it.
-    """
-    norm: Tensor = torch.linalg.vector_norm(gradient)
-    return torch.isfinite(norm.square())
-
-
-def decayed(
-    gradients: Iterable[Tensor], parameters: Iterable[Tensor], weight_decay: Tensor
-) -> list[Tensor]:
-    """Return gradients + weight_decay * parameters, or the gradients if weight_decay is 0: infinity
-    in a parameter, such as an attention mask, times 0 is NaN.
-    """
-    is_off = weight_decay == 0
-    gradients = list(gradients)
-    sums = torch._foreach_add(gradients, torch._foreach_mul(list(parameters), weight_decay))
-    pairs = zip(gradients, sums, strict=True)
-    return [torch.where(is_off, gradient, both) for gradient, both in pairs]
-
-
-def options_in(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options among the `locals()` of a constructor."""
-    return {name: each for name, each in arguments.items() if name not in _NO_OPTIONS}
-
-
-def at_least(group: Group, least: float, *names: str) -> None:
-    """Raise ValueError if an option is NaN or below `least`. Tensors are not read."""
-    for name in names:
-        value = group[name]
-        if not isinstance(value, Tensor) and not value >= least:
-            raise ValueError(f"{name} must be at least {least} (got {value})")
-
-
-def require_count(group: Group, count: int, name: str) -> None:
-    """Raise ValueError if an option is not a tuple or list of `count` elements."""
-    value = group[name]
-    if not _is_sequence(value) or len(value) != count:
-        raise ValueError(f"{name} must be {count} numbers (got {value})")
 
 
 class SyncFreeOptimizer(Optimizer):
@@ -578,7 +398,7 @@ class SyncFreeOptimizer(Optimizer):
             *(cohort.device, cohort.parameters[0].dtype, len(cohort.slots)),
             *(cohort.found_inf is not None, cohort.grad_scale is not None),
             *(group["maximize"], *self._options(group)),
-            *[_number(value) != 0 for value in scheduled.values()],
+            *[number_of(value) != 0 for value in scheduled.values()],
         )
         if case not in self._checked_kernels:
             tried = {**group, "lr": 0.5}  # half precision would round a small change away
@@ -705,7 +525,7 @@ class SyncFreeOptimizer(Optimizer):
         name = type(self).__name__
         remedy = "load only the model, and begin with new state"
         for option in self.defaults.keys() & saved.keys():
-            if _is_sequence(saved[option]) is not _is_sequence(self.defaults[option]):
+            if is_sequence(saved[option]) is not is_sequence(self.defaults[option]):
                 raise ConfigError(
                     f"the state dictionary is not one of {name}: its {option} is {saved[option]}, "
                     f"where that of {name} is like {self.defaults[option]}; {remedy}"
@@ -803,10 +623,6 @@ def _makers_below(base: type[Optimizer]) -> Iterator[type[Optimizer]]:
         yield from _makers_below(maker)
 
 
-def _is_sequence(value: object) -> bool:
-    return isinstance(value, tuple | list)
-
-
 def _checked(found_inf: Tensor) -> Tensor:
     if not isinstance(found_inf, Tensor):
         raise TypeError(f"found_inf must be a tensor on the parameters' device (got {found_inf!r})")
@@ -830,64 +646,3 @@ def _scalar_on(scalar: Tensor | None, device: torch.device) -> Tensor | None:
     ):
         return scalar
     return scalar.to(device, torch.float32).reshape(())
-
-
-class DeviceScalars:
-    """Numbers of an optimizer's groups, as tensors on the devices of its parameters. Python numbers
-    would be constants of the graph, or one upload per parameter.
-    """
-
-    def __init__(self) -> None:
-        self._scalars: dict[
-            tuple[int, torch.device, torch.dtype], tuple[list[float], list[Tensor]]
-        ] = {}
-        """By group, device and dtype: the numbers, and their tensors."""
-
-    def get(
-        self,
-        group: int,
-        values: Mapping[str, float | Tensor],
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> list[Tensor]:
-        """Return the tensors of `values`. Upload numbers that are new or have changed.
-
-        Each call for a group must pass the same names. Raises ValueError for a tensor on a device.
-        """
-        numbers = list(map(_number, values.values()))
-        place = (group, device, dtype)
-        if place not in self._scalars:
-            tensors = upload([torch.tensor(number, dtype=dtype) for number in numbers], device)
-            self._scalars[place] = numbers, tensors
-        self._update(place, numbers)
-        return self._scalars[place][1]
-
-    def refresh(self, group: int, values: Mapping[str, float | Tensor]) -> None:
-        """Upload the changed numbers of a group, to the devices that `get` has used."""
-        for place in self._scalars:
-            if place[0] == group:
-                self._update(place, list(map(_number, values.values())))
-
-    def __iter__(self) -> Iterator[Tensor]:
-        for _, tensors in self._scalars.values():
-            yield from tensors
-
-    def _update(self, place: tuple[int, torch.device, torch.dtype], numbers: list[float]) -> None:
-        old, tensors = self._scalars[place]
-        changed = [index for index, number in enumerate(numbers) if number != old[index]]
-        if changed:
-            new = [torch.tensor(numbers[index], dtype=place[2]) for index in changed]
-            with torch.no_grad():
-                assign([tensors[index] for index in changed], upload(new, place[1]))
-            old[:] = numbers
-
-
-def _number(value: float | Tensor) -> float:
-    if not isinstance(value, Tensor):
-        return value
-    if value.device.type != "cpu":
-        raise ValueError(
-            f"an option such as the learning rate is a tensor on {value.device}, where the host "
-            "cannot see it change; give a number, which is uploaded whenever it changes"
-        )
-    return value.item()

@@ -23,8 +23,10 @@ from torch import Tensor
 from graphstash.errors import ConfigError
 from graphstash.training.device import TracedOp, upload
 from graphstash.training.optimizers.adam import Adam, AdamW, adam_formula
-from graphstash.training.optimizers.base import Group, Kernel, Options, Split, selecting
+from graphstash.training.optimizers.base import Kernel
 from graphstash.training.optimizers.cohort import Cohort
+from graphstash.training.optimizers.formula import Options, Split, selecting
+from graphstash.training.optimizers.options import Group
 
 __all__ = ["Adam8bit", "AdamW8bit"]
 

@@ -17,15 +17,9 @@ import torch
 from torch import Tensor
 
 from graphstash.training.device import TracedOp
-from graphstash.training.optimizers.base import (
-    Group,
-    Options,
-    Split,
-    SyncFreeOptimizer,
-    TorchOptions,
-    options_in,
-    selecting,
-)
+from graphstash.training.optimizers.base import SyncFreeOptimizer
+from graphstash.training.optimizers.formula import Options, Split, selecting
+from graphstash.training.optimizers.options import Group, TorchOptions, options_in
 
 __all__ = ["Lion"]
 

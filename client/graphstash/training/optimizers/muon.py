@@ -28,18 +28,10 @@ from torch import Tensor, nn
 
 from graphstash.training.device import TracedOp
 from graphstash.training.optimizers.adam import adam_formula, fused_adam
-from graphstash.training.optimizers.base import (
-    Group,
-    Kernel,
-    Options,
-    Split,
-    SyncFreeOptimizer,
-    TorchOptions,
-    options_in,
-    require_count,
-    selecting,
-)
+from graphstash.training.optimizers.base import Kernel, SyncFreeOptimizer
 from graphstash.training.optimizers.cohort import Cohort
+from graphstash.training.optimizers.formula import Options, Split, selecting
+from graphstash.training.optimizers.options import Group, TorchOptions, options_in, require_count
 from graphstash.training.sharding import is_sharded
 
 __all__ = ["Muon", "muon_groups"]

@@ -36,9 +36,11 @@ from graphstash.training.optimizers.background import (
     Snapshot,
     nothing_pending,
 )
-from graphstash.training.optimizers.base import Group, Options, SyncFreeOptimizer
+from graphstash.training.optimizers.base import SyncFreeOptimizer
 from graphstash.training.optimizers.cohort import Cohort
 from graphstash.training.optimizers.factors import Blocking, Factors, factors_of
+from graphstash.training.optimizers.formula import Options
+from graphstash.training.optimizers.options import Group
 
 __all__ = ["RootsOptimizer"]
 

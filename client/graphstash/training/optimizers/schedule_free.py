@@ -28,17 +28,10 @@ import torch
 from torch import Tensor
 
 from graphstash.training.device import TracedOp, assign, materialize
-from graphstash.training.optimizers.base import (
-    Group,
-    Options,
-    Split,
-    SyncFreeOptimizer,
-    TorchOptions,
-    decayed,
-    options_in,
-    selecting,
-)
+from graphstash.training.optimizers.base import SyncFreeOptimizer
 from graphstash.training.optimizers.cohort import MASTER
+from graphstash.training.optimizers.formula import Options, Split, decayed, selecting
+from graphstash.training.optimizers.options import Group, TorchOptions, options_in
 
 __all__ = ["ScheduleFreeAdamW"]
 

@@ -22,18 +22,10 @@ import torch
 from torch import Tensor
 
 from graphstash.training.device import TracedOp
-from graphstash.training.optimizers.base import (
-    Group,
-    Kernel,
-    Options,
-    Split,
-    SyncFreeOptimizer,
-    TorchOptions,
-    decayed,
-    options_in,
-    selecting,
-)
+from graphstash.training.optimizers.base import Kernel, SyncFreeOptimizer
 from graphstash.training.optimizers.cohort import Cohort
+from graphstash.training.optimizers.formula import Options, Split, decayed, selecting
+from graphstash.training.optimizers.options import Group, TorchOptions, options_in
 
 __all__ = ["SGD"]
 

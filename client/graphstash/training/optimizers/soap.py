@@ -28,16 +28,9 @@ from torch import Tensor
 
 from graphstash.training.device import TracedOp
 from graphstash.training.optimizers.background import Compute, Roots, Snapshot
-from graphstash.training.optimizers.base import (
-    Group,
-    Options,
-    Split,
-    TorchOptions,
-    can_be_squared,
-    options_in,
-    selecting,
-)
 from graphstash.training.optimizers.factors import Factors, factors_of
+from graphstash.training.optimizers.formula import Options, Split, can_be_squared, selecting
+from graphstash.training.optimizers.options import Group, TorchOptions, options_in
 from graphstash.training.optimizers.roots import RootsOptimizer
 
 __all__ = ["SOAP"]
