@@ -159,6 +159,14 @@ def test_next_run_publishes_artifacts_compiled_before_the_server_started(
         assert late == explained(command, down, "usual")
 
 
+def test_rejected_token_is_reported_if_own_copies_serve_every_program(run, down, tmp_path):
+    run("a")
+    options = ("--port", down.rpartition(":")[2], "--auth", "tokens")
+    with ServerProcess(tmp_path / "data", *options):
+        (again,) = run("a", GRAPHSTASH_TOKEN="revoked")
+    assert (again["hits_host"], again["fallbacks"]) == (3, {"unauthenticated": 1})
+
+
 def test_own_server_receives_artifacts_compiled_before_its_start(run, tmp_path):
     here = {"GRAPHSTASH_URL": "", "XDG_STATE_HOME": tmp_path / "state"}
     run("a", **here)
@@ -395,7 +403,11 @@ def test_processes_of_a_run_share_ten_minutes(left, up, next_job, spent_seconds,
         with closing(job.downloads.claim(name)) as earlier:
             earlier.keep(f"0 {spent_seconds:.3f}")
         uploads = LateUploads(
-            job, job=lambda: ManifestName("job"), before_each=lambda: None, published=sizes.append
+            job,
+            job=lambda: ManifestName("job"),
+            before_each=lambda: None,
+            published=sizes.append,
+            failed=pytest.fail,
         )
         uploads.start()
         uploads.end(time.monotonic() + 60)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from graphstash._artifacts.stash import Stash
 from graphstash._executor import BoundedExecutor
 from graphstash._forking import forkable
-from graphstash.errors import BusyError, CacheError, TransportError
+from graphstash.errors import BusyError, CacheError, Reason, TransportError
 from graphstash_schema import ManifestName
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ class LateUploads:
         job: returns the name of the job.
         before_each: called before each upload. Waits for the job's own uploads.
         published: called with the size of each published artifact in bytes.
+        failed: called with the error if the server rejects the token.
     """
 
     def __init__(
@@ -52,11 +53,13 @@ class LateUploads:
         job: Callable[[], ManifestName],
         before_each: Callable[[], None],
         published: Callable[[int], None],
+        failed: Callable[[CacheError], None],
     ) -> None:
         self._stash = stash
         self._job = job
         self._before_each = before_each
         self._published = published
+        self._failed = failed
         self._executor = BoundedExecutor(
             "graphstash-catch-up", workers=1, capacity=1, delays_forks=True
         )
@@ -133,6 +136,10 @@ class LateUploads:
                 pause = min(2 * pause, _MAX_RETRY_SECONDS)
         except (CacheError, OSError) as error:
             _log.debug("not published later: %s", error)
+            # Nothing else reports the token if this host's own copies serve all programs. A token
+            # that may only read is no mistake.
+            if isinstance(error, CacheError) and error.reason is Reason.UNAUTHENTICATED:
+                self._failed(error)
         finally:
             claim.close()
             server.close()

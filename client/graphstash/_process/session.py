@@ -106,7 +106,7 @@ class Session:
                 self._cache.stash.server.name_job(self.job)
                 if self.config.fail_on_miss or self.config.max_compile_seconds:
                     self._cache.limit = self._limit(self._cache.stash)
-                self._begin_late_uploads(self._cache.stash)
+                self._begin_late_uploads(self._cache)
                 self._begin_live_causes(self._cache)
         self.start_prefetch()
         return self._cache
@@ -333,16 +333,17 @@ class Session:
             fetched=lambda size: self._counters.add(prefetched_bytes=size),
         )
 
-    def _begin_late_uploads(self, stash: "Stash") -> None:
+    def _begin_late_uploads(self, cache: "CompileCache") -> None:
         from graphstash._process.late_uploads import LateUploads
 
         self._late_uploads = LateUploads(
-            stash,
+            cache.stash,
             job=lambda: self.job,
             before_each=self._wait_for_uploads,
             published=lambda size: self._counters.add(published=1, published_bytes=size),
+            failed=cache.record_fallback,
         )
-        stash.unsent.added = self._late_uploads.start
+        cache.stash.unsent.added = self._late_uploads.start
         self._late_uploads.start()
 
     def _begin_live_causes(self, cache: "CompileCache") -> None:
