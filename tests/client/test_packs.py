@@ -158,6 +158,7 @@ def test_noise_in_a_sound_pack_is_counted_and_programs_travel_alone(jobs, noise)
 def test_programs_of_job_with_unreachable_server_stay_on_its_host(jobs):
     job = jobs("a", url="http://127.0.0.1:9")
     assert job.build((0, 1)) == set()
+    assert job.stats.uncached == sum(job.fallbacks.values()) == 2
     assert job.build((0, 1)) == {0, 1}
     job.end()
     assert set(job.fallbacks) <= {"connect", "circuit_open"}

@@ -100,16 +100,20 @@ class Packs:
     def get(self, key: ArtifactKey) -> bytes | None:
         """Return the payload. None: look up the program's artifact if `is_alone`, else compile."""
         began = monotonic()
+        is_counted = False  # whether this call has counted the trouble
         if began - self._read_at > RECHECK_SECONDS or self._cache.withdrawals != self._withdrawals:
             self._forget_fetched()
         if key not in self._entries and not self._is_read:
             self._read_for(key)
+            is_counted = True
         entry = self._entries.get(key)
         if entry is None and not self.is_alone(key):
             if self._trouble is None:
                 self._cache.counters.miss(key)
             else:
                 self._cache.counters.uncached(key)
+                if not is_counted:
+                    self._cache.counters.fallback(self._trouble)
             if self._cache.limit is not None:
                 self._cache.limit.check(CompileRequest(key), self._trouble)
             with self._lock:
