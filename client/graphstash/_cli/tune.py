@@ -240,6 +240,12 @@ def _on_ray(task: str, *, gpus: int) -> "MakeExecutor":
     return partial(RayPool, options={"num_gpus": gpus}, modules=modules)
 
 
+def _none_found(problem: str, device_type: str | None) -> str:
+    if problem or device_type:
+        return "no such problem was tuned: `graphstash tune show` lists all"
+    return "no problem is tuned in this namespace: `graphstash tune search` tunes one"
+
+
 @tune.command()
 def show(
     problem: ProblemText = "",
@@ -259,7 +265,7 @@ def show(
         print_json(found)
         return
     if not found:
-        say("no such problem was tuned: `graphstash tune show` without a text lists all")
+        say(_none_found(problem, device_type))
         return
     headings = ("problem", ">cost", ">spread", ">count", ">measured", ">hosts", "configuration")
     below = [f"  on {each['device_type']}, {each['compiler']}" for each in found]
@@ -282,7 +288,7 @@ def export(
     """
     found = _schedules(problem, device_type, url=url, namespace=namespace)
     if not found:
-        fail("no such problem was tuned: `graphstash tune show` lists all")
+        fail(_none_found(problem, device_type))
     try:
         _write(file, json.dumps(found, indent=2) + "\n")
     except OSError as error:

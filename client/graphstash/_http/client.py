@@ -395,7 +395,7 @@ class ServerClient:
 
     def server_stats(self) -> schema.ServerStats:
         """Return the server's statistics."""
-        return _parsed(schema.ServerStats, self._transport.call("GET", f"{API_PREFIX}/stats"))
+        return self._read(f"{API_PREFIX}/stats", schema.ServerStats)
 
     def runs(self, query: RunQuery) -> RunList:
         """Return the latest runs, without misses."""

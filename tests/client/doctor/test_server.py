@@ -70,6 +70,11 @@ def test_other_programs_on_the_port_are_recognized_by_their_answer(server, fault
     assert line(findings, "token").state == State.SKIPPED
 
 
+def test_wrong_path_in_the_url_is_named(server):
+    finding = expect(diagnose(f"{server.url}/cache"), "server", State.FAIL, found="path '/cache'")
+    assert "remove the path from GRAPHSTASH_URL" in finding.advice
+
+
 def test_other_protocol_version_is_reported_with_both_versions(server):
     with altering(server.url, graphstash_protocol="2") as url:
         findings = diagnose(url)

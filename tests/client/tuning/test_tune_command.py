@@ -89,7 +89,8 @@ def test_malformed_answer_is_reported_and_left_out(command, publish, case):
     key = publish(NO_ANSWERS[case])
     result = command("tune", "show")
     assert f"rejected: {key}" in result.stderr
-    assert "no such problem was tuned" in result.stdout
+    assert "no problem is tuned in this namespace" in result.stdout
+    assert "no such problem was tuned" in command("tune", "show", "other").stdout
 
 
 def test_terminal_without_micro_sign_shows_the_rest(config, publish):
@@ -100,7 +101,7 @@ def test_terminal_without_micro_sign_shows_the_rest(config, publish):
 
 def test_impossible_request_is_refused_with_advice(command, tmp_path):
     nothing = command("tune", "export", tmp_path / "a.json", status=1)
-    assert "`graphstash tune show` lists all" in nothing.stderr
+    assert "no problem is tuned in this namespace" in nothing.stderr
     wrong = command("tune", "show", "--device-type", "A B", status=2)
     assert "device type" in wrong.stderr
     away = command("tune", "show", url="http://127.0.0.1:9", status=1)

@@ -138,7 +138,11 @@ def _check_protocol(config: ClientConfig, wire: _Wire) -> Topic[_Response | None
         )
         return None
     if response.status != 200:
-        yield fail("server", f"GET /healthz answered {response.status}", "see the server's log")
+        found, advice = f"GET /healthz answered {response.status}", "see the server's log"
+        if response.status == 404 and (path := urlsplit(config.url).path):
+            found = f"{config.url}: the server has nothing at the path {path!r}"
+            advice = "remove the path from GRAPHSTASH_URL, or let the proxy remove it"
+        yield fail("server", found, advice)
         return None
     seconds = response.seconds
     with suppress(httpx.HTTPError):
