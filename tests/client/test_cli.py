@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import venv
 from functools import partial
 from pathlib import Path
 
@@ -78,6 +79,16 @@ def test_python_without_graphstash_starts_normally():
         [sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, check=False
     )
     assert (result.stdout, result.stderr) == ("1\n", "")
+
+
+def test_run_names_the_python_of_the_command_if_it_lacks_graphstash(tmp_path):
+    venv.create(tmp_path)
+    python = str(tmp_path / "bin/python")
+    child = f"import subprocess; subprocess.run([{python!r}, '-c', '']); print(1)"
+    result = graphstash("run", "--", python, "-c", child)
+    said = f"graphstash: {python} cannot import graphstash: "
+    assert (result.stdout, result.stderr.count(said)) == ("1\n", 1)
+    assert graphstash("run", "--", sys.executable, "-c", child).stderr == ""
 
 
 JOB = "import graphstash, os; graphstash.install(); print('trained')"

@@ -2,7 +2,8 @@
 
 `graphstash run` prepends this folder to PYTHONPATH, which child processes inherit. This module only
 registers an import hook, and then runs the user's own `sitecustomize`, whose errors pass through. A
-Python without graphstash, or with another version, starts normally.
+Python without graphstash, or with another version, starts normally. If it is the command itself, a
+line on standard error says so.
 """
 
 import os
@@ -27,6 +28,13 @@ def _register() -> None:
     try:
         from graphstash._entry_points import load
     except Exception:  # noqa: BLE001 - another environment's Python, possibly a much older version
+        # Name the Python of the command itself only: its children may be any programs.
+        is_command = os.environ.get("_GRAPHSTASH_RUN", "").endswith("-" + str(os.getpid()))
+        if is_command and sys.stderr:
+            sys.stderr.write(
+                f"graphstash: {sys.executable} cannot import graphstash: it runs without the "
+                "cache. Install graphstash in its environment\n"
+            )
         return
     load()
 
