@@ -132,6 +132,23 @@ torch.compile(lambda x: torch.ops.pairs.twice(x))(torch.ones(4))
 
 _FREEZE = "from torch._inductor import config\nconfig.freezing = True"
 
+_FROZEN = f"""
+import torch
+{_FREEZE}
+
+class Scale(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.by = torch.nn.Parameter(torch.full(SHAPE, HERE.0))
+
+    def forward(self, x):
+        return x * self.by
+
+with torch.no_grad():
+    torch.compile(Scale().eval())(torch.ones(64, 128))
+"""
+"""Inductor writes a frozen scalar into code, and may store packed frozen weights in an entry."""
+
 _FOLD = """
 import torch
 from torch._inductor import config
@@ -520,6 +537,10 @@ _CODE = (
         """,
     ),
     pair("graph pass under the same identity", _PASS, "None", "graph"),
+    *(
+        pair(f"value of a frozen parameter with {label}", _FROZEN.replace("SHAPE", shape))
+        for label, shape in (("one element", "()"), ("many elements", "(64, 128)"))
+    ),
 )
 
 _RECORD = """

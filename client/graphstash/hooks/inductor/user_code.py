@@ -31,6 +31,7 @@ from torch._higher_order_ops.triton_kernel_wrap import (
 )
 from torch._inductor import config, lowering
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.freezing_utils import is_frozen_param
 from torch._inductor.utils import tensor_is_aligned
 from torch._library import custom_ops, simple_registry
 from torch._library.custom_ops import CustomOpDef
@@ -554,9 +555,15 @@ def _node(
             kernel = kernel_side_table.get_kernel(numbers["kernel_idx"])
             constants = kernel_side_table.get_constant_args(numbers["constant_args_idx"])
             yield f"kernel {describer.describe(kernel)} {describer.describe(constants)}"
-    elif node.op == "get_attr" and not is_traced:
+    elif node.op == "get_attr":
         value = _attribute(module, str(node.target))
-        if isinstance(value, torch.Tensor) and not _is_input(module, value):
+        if not isinstance(value, torch.Tensor):
+            pass
+        elif is_traced and is_frozen_param(value):
+            # torch's key contains few values of frozen parameters. Inductor writes others into
+            # code, and stores in the entry what it computes from them, such as packed weights.
+            yield f"frozen {_constant(value.detach(), most=value.numel())}"
+        elif not (is_traced or _is_input(module, value)):
             yield f"constant {_constant(value, most=_MAX_CONSTANT)}"
     elif node.op == "call_module":
         called = module.get_submodule(str(node.target))
@@ -829,10 +836,11 @@ def _constant(tensor: torch.Tensor, *, most: int = _MAX_VALUES) -> str:
         raise UndescribableError(f"a tensor of {tensor.numel()} elements, more than {most}")
     if tensor.numel() > _MAX_VALUES and tensor.layout is torch.strided:
         whole = tensor.detach().cpu().contiguous()
-        digest = hashlib.sha256(ctypes.string_at(whole.data_ptr(), whole.nbytes)).hexdigest()
+        content = (ctypes.c_char * whole.nbytes).from_address(whole.data_ptr())
+        digest = hashlib.sha256(content).hexdigest()
         return f"tensor {tensor.dtype} {tensor.device} {tensor.shape} {tensor.stride()} {digest}"
-    content = f"{tensor.shape} {tensor.stride()} {tensor.tolist()}"
-    return f"tensor {tensor.dtype} {tensor.device} {content}"
+    values = f"{tensor.shape} {tensor.stride()} {tensor.tolist()}"
+    return f"tensor {tensor.dtype} {tensor.device} {values}"
 
 
 def _libraries_with(name: str, *, is_required: bool) -> list[str]:
