@@ -114,6 +114,7 @@ def test_commands_generate_trust_and_revoke_a_key(tmp_path):
     options = ("--name", "ci 2026", "--namespace", "trusted", "--namespace", "ci-*")
     added = answer("keys", "trust", made["public"], *options, "--file", trusted)
     assert added["key_id"] == made["key_id"]
+    assert made["key_id"] in graphstash("keys", "list", "--file", trusted, COLUMNS="30").stdout
     answer("keys", "trust", made["public"], "--file", trusted, "--not-after", "2030-01-01")
     (listed,) = answer("keys", "list", GRAPHSTASH_TRUSTED_KEYS=trusted)["keys"]
     assert (listed["name"], listed["namespaces"]) == ("", ["*"])  # the entry was replaced

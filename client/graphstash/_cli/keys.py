@@ -18,10 +18,9 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 from rich.markup import escape
-from rich.table import Table
 from typer.core import TyperCommand
 
-from graphstash._cli.output import Json, fail, out, print_json
+from graphstash._cli.output import Json, fail, out, print_json, print_table
 from graphstash._trust.signing_keys import SigningKey
 from graphstash._trust.trusted_keys import RevokedKey, TrustedKey, TrustedKeys
 from graphstash.config import ClientConfig
@@ -145,14 +144,13 @@ def list_keys(*, file: TrustFile = None, as_json: Json = False) -> None:
         print_json(shown)
         return
     revoked = {key.key_id: key for key in trusted.revoked}
-    table = Table("key", "name", "namespaces", "accepted")
-    for key in trusted.keys:
-        table.add_row(
-            key.key_id, escape(key.name), ", ".join(key.namespaces), _status_of(key, revoked)
-        )
-    for key_id in revoked.keys() - {key.key_id for key in trusted.keys}:
-        table.add_row(key_id, "", "", _revoked(revoked[key_id]))
-    out.print(table)
+    rows = [
+        (key.key_id, key.name, ", ".join(key.namespaces), _status_of(key, revoked))
+        for key in trusted.keys
+    ]
+    others = revoked.keys() - {key.key_id for key in trusted.keys}
+    rows += [(key_id, "", "", _revoked(revoked[key_id])) for key_id in others]
+    print_table(("key", "name", "namespaces", "accepted"), rows, flexible=1)
     out.print(escape(str(path)), soft_wrap=True)
 
 
@@ -160,13 +158,13 @@ def _status_of(key: TrustedKey, revoked: dict[SigningKeyId, RevokedKey]) -> str:
     if key.key_id in revoked:
         return _revoked(revoked[key.key_id])
     if key.not_after is None:
-        return "[green]yes[/green]"
+        return "yes"
     has_ended = key.not_after < datetime.now(UTC)
-    return f"[{'red]ended' if has_ended else 'green]until'}[/] {key.not_after:%Y-%m-%d %H:%M %Z}"
+    return f"{'ended' if has_ended else 'until'} {key.not_after:%Y-%m-%d %H:%M %Z}"
 
 
 def _revoked(key: RevokedKey) -> str:
-    return f"[red]revoked[/red] {key.at:%Y-%m-%d}: {escape(key.reason)}"
+    return f"revoked {key.at:%Y-%m-%d}: {key.reason}"
 
 
 def _show_key(path: Path, key: SigningKey, *, as_json: bool) -> None:
