@@ -11,6 +11,7 @@ import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import textwrap
 from contextlib import ExitStack
 from pathlib import Path
@@ -123,6 +124,13 @@ _TRIES = textwrap.dedent("""
                 outcomes.append(type(error).__name__)
     print(*sorted(set(outcomes)), flush=True)
 """)
+
+
+@pytest.fixture
+def tmp_path():
+    """A new directory outside pytest's own, which each run of this user closes to other users."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
+        yield Path(directory)
 
 
 @pytest.fixture
