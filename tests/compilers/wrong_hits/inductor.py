@@ -1932,6 +1932,8 @@ _NOT_IN_COMPILER = tuple(
         "patcher = getattr(eval_frame, 'TorchPatcher', None)\n"
         "patcher.patch.__wrapped__() if patcher else None\n"
         "GraphLowering.codegen = torch._dynamo.disable(GraphLowering.codegen)",
+        "graph that torch unpickled": "import pickle\n"
+        "pickle.loads(pickle.dumps(torch.fx.symbolic_trace(lambda x: x.sin())))",
         "loader of a test runner": "class Loader:\n    def __call__(self):\n        pass\n"
         "lowered.__loader__ = Loader()",
         "cache of a function of the compiler": "import torch._inductor.utils as made\n"

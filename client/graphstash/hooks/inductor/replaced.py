@@ -65,6 +65,9 @@ in another way. No graph contains these. The description is the package's files.
 _SKIPPED: Final = frozenset({"__builtins__", "__loader__", "__spec__"})
 """Names in a module that Python or a test runner assigns."""
 
+_ASSIGNED: Final = frozenset({"torch.fx.graph_module._CodeOnlyModule.forward"})
+"""Members that torch assigns right before it reads them: here, when it unpickles a graph."""
+
 _DATA: Final = frozenset(
     {
         *(bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset),
@@ -188,9 +191,10 @@ def _replaced() -> list[tuple[str, Any]]:
     state = _with_new_modules(_state)
     state = _state = _with_changes(state)
     found = [
-        (f"{state.owners[number].place}.{name}", value)
+        (place, value)
         for number, members in state.found.items()
         for name, value in members
+        if (place := f"{state.owners[number].place}.{name}") not in _ASSIGNED
     ]
     return sorted(found, key=lambda each: each[0])
 
