@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Final, Self
 
+import torch
 from torch import Tensor
 
 __all__ = ["Lent"]
@@ -21,8 +22,8 @@ _MOST_SECONDS: Final = 1.0
 _POLL_SECONDS: Final = 20e-6
 
 _holders: Final[Callable[[Tensor], int]] = getattr(Tensor, "_use_count", lambda _: 1)
-"""How many refer to a tensor; Python counts as one. Without torch's private function, tensors are
-not awaited.
+"""Return the number of references to a tensor; all of Python counts as one. Without torch's private
+function, `Lent` does not wait.
 """
 
 
@@ -38,8 +39,10 @@ class Lent:
     """
 
     def __init__(self, *tensors: Tensor) -> None:
-        # Tensors that others refer to, too, such as DDP's buckets, are not freed by the thread.
-        self._tensors = [each for each in tensors if not each.is_cuda and _holders(each) == 1]
+        # torch.compile traces neither the count of references nor the clock.
+        awaited = () if torch.compiler.is_compiling() else tensors
+        # Tensors that others refer to, such as DDP's buckets, are not freed by the thread.
+        self._tensors = [each for each in awaited if not each.is_cuda and _holders(each) == 1]
         self.work: Any = None
 
     def take_back(self) -> None:
@@ -49,7 +52,7 @@ class Lent:
                 self.work.wait()
         finally:
             self.work = None
-            deadline = time.monotonic() + _MOST_SECONDS
+            deadline = time.monotonic() + _MOST_SECONDS if self._tensors else 0.0
             while any(_holders(each) > 1 for each in self._tensors):
                 if time.monotonic() > deadline:
                     break

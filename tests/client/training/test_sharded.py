@@ -23,6 +23,10 @@ def test_state_that_was_sharded_otherwise_is_loaded(ranks):
     ranks(2).run("sharded:loads_other_shards")
 
 
+def test_sharded_sums_compile_into_one_graph(ranks):
+    ranks(2).run("sharded:sums_compile")
+
+
 REFUSED = {
     "Checkpoints": ["call full_tensor() in every process"],
     "Muon": ["a parameter is sharded: put it into a group"],

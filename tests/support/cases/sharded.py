@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from graphstash import training
-from graphstash.training.sharding import full
+from graphstash.training.sharding import Sums, full, local
 from support.cases.ranks import error_of
 
 STEPS = 5
@@ -145,6 +145,15 @@ def loads_other_shards() -> None:
             loaded.copy_(value)
         make_steps(loaded, mine, 2)
         torch.testing.assert_close(full(loaded.detach()), parameter.detach(), rtol=0, atol=0)
+
+
+def sums_compile() -> None:
+    """Require that a whole graph of a sharded sum has the values of the code without a graph."""
+    parameters = list(new_model(sharded=True).parameters())
+    shards = Sums(parameters)
+    numbers = [local(each.detach()).square().sum() for each in parameters]
+    compiled = torch.compile(shards.sums, fullgraph=True, backend="eager")
+    assert list(map(float, compiled(numbers))) == list(map(float, shards.sums(numbers)))
 
 
 def refusals(*, directory: str, names: list[str]) -> dict[str, str]:
