@@ -22,6 +22,7 @@ import torch
 
 from compilers.wrong_hits.generated.values import HOLDERS
 from graphstash.hooks.code import CodeDescriber, UndescribableError
+from graphstash.hooks.inductor.describer import constant
 
 
 class Level(enum.Enum):
@@ -305,3 +306,22 @@ def test_function_of_a_compiled_module_is_described_by_its_name():
     dump, names = torch._C._dispatch_dump, torch._C._dispatch_get_all_op_names
     assert describer.describe(dump) == CodeDescriber("torch").describe(dump)
     assert describer.describe(dump) != describer.describe(names)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.quantize_per_tensor(torch.ones(5000), 0.1, 0, torch.quint8),
+        torch.ones(3).to_mkldnn(),
+        torch.eye(3).to_sparse(),
+    ],
+    ids=["quantized", "mkldnn", "sparse"],
+)
+def test_constant_that_has_more_than_its_elements_is_refused(tensor):
+    with pytest.raises(UndescribableError, match="a tensor of torch"):
+        constant(tensor, most=10_000)
+
+
+def test_conjugated_constant_is_not_its_original():
+    numbers = torch.full((5000,), 1j)
+    assert constant(numbers.conj(), most=10_000) != constant(numbers, most=10_000)

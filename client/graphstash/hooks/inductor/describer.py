@@ -298,12 +298,14 @@ def constant(tensor: torch.Tensor, *, most: int = _MAX_VALUES) -> str:
     """Describe a tensor and its elements. Raise `UndescribableError` if it has more than `most`."""
     if type(tensor) is not torch.Tensor:
         raise UndescribableError(f"a tensor of the class {type(tensor).__qualname__}")
+    if tensor.layout is not torch.strided or tensor.is_quantized:  # it has more than elements
+        raise UndescribableError(f"a tensor of {tensor.dtype} and {tensor.layout}")
     if tensor.is_meta:
         raise UndescribableError("a tensor without elements, on the device meta")
     if tensor.numel() > most:
         raise UndescribableError(f"a tensor of {tensor.numel()} elements, more than {most}")
-    if tensor.numel() > _MAX_VALUES and tensor.layout is torch.strided:
-        whole = tensor.detach().cpu().contiguous()
+    if tensor.numel() > _MAX_VALUES:
+        whole = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
         content = (ctypes.c_char * whole.nbytes).from_address(whole.data_ptr())
         digest = hashlib.sha256(content).hexdigest()
         return f"tensor {tensor.dtype} {tensor.device} {tensor.shape} {tensor.stride()} {digest}"
