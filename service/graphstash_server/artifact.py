@@ -42,7 +42,9 @@ class Artifact(NamedTuple):
 
     @property
     def identity(self) -> tuple[str, int, datetime, datetime | None]:
-        """Values of which one differs after the artifact was replaced, withheld or released."""
+        """Values that identify this version of the artifact. At least one of them changes when a
+        server replaces, withholds or releases the artifact.
+        """
         return self.digest.sha256, self.digest.size_bytes, self.created_at, self.withheld_at
 
     @property

@@ -62,7 +62,7 @@ def test_started_server_prints_data_directory_and_client_settings(start, tmp_pat
     assert f"in the shell of the jobs: export GRAPHSTASH_URL={server.url}\n" in server.log
     assert "no authentication, which is for tests: " in server.log
     assert "Ctrl-C stops the server" in server.log
-    until(port_file.exists)  # it is the last that the server writes
+    until(port_file.exists)  # the server writes it last
     assert server.url == f"http://127.0.0.1:{int(port_file.read_text())}"
     assert (server.data_dir / "graphstash.sqlite3").exists()
     assert server.stop() == 0

@@ -4,7 +4,7 @@ A thread of gloo lets go of a collective's tensors a moment after `wait` has ret
 dropped a tensor by then, that thread frees the tensor's Python object, and needs the interpreter
 lock for it. In torch up to 2.7, a process that drops its group holds this lock while it waits for
 the thread, and hangs (https://github.com/pytorch/pytorch/pull/154976). If the interpreter ends in
-that moment, the process aborts (https://github.com/pytorch/pytorch/issues/190489).
+that moment, the process may abort (https://github.com/pytorch/pytorch/issues/190489).
 """
 
 import time
@@ -22,8 +22,8 @@ _MOST_SECONDS: Final = 1.0
 _POLL_SECONDS: Final = 20e-6
 
 _holders: Final[Callable[[Tensor], int]] = getattr(Tensor, "_use_count", lambda _: 1)
-"""Return the number of references to a tensor; all of Python counts as one. Without torch's private
-function, `Lent` does not wait.
+"""Returns the number of references to a tensor. All those from Python count as one. If torch lacks
+its private function, `Lent` does not wait.
 """
 
 

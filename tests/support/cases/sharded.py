@@ -148,7 +148,7 @@ def loads_other_shards() -> None:
 
 
 def sums_compile() -> None:
-    """Require that a whole graph of a sharded sum has the values of the code without a graph."""
+    """Require that sharded sums compile into one graph, and that the graph computes the same."""
     parameters = list(new_model(sharded=True).parameters())
     shards = Sums(parameters)
     numbers = [local(each.detach()).square().sum() for each in parameters]

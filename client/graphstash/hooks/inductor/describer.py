@@ -20,14 +20,9 @@ from torch._subclasses import FakeTensor
 from torch.fx import Node
 
 from graphstash.hooks.code import CodeDescriber, UndescribableError
-from graphstash.hooks.inductor.kernels import (
-    operations_of_program,
-)
+from graphstash.hooks.inductor.kernels import operations_of_program
 from graphstash.hooks.inductor.origins import is_torchs_namespace
-from graphstash.hooks.inductor.registries import (
-    is_torchs_operator,
-    tables,
-)
+from graphstash.hooks.inductor.registries import is_torchs_operator, tables
 
 __all__ = ["Describer", "constant"]
 

@@ -6,9 +6,7 @@ from typing import Any, Final
 
 import torch
 from torch._guards import TracingContext
-from torch._higher_order_ops.triton_kernel_wrap import (
-    kernel_side_table,
-)
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
 from torch._inductor.freezing_utils import is_frozen_param
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses import FakeTensor
@@ -51,8 +49,8 @@ def node_lines(
         if not isinstance(value, torch.Tensor):
             pass
         elif is_traced and is_frozen_param(value):
-            # torch's key contains few values of frozen parameters. Inductor writes others into
-            # code, and stores in the entry what it computes from them, such as packed weights.
+            # torch's key omits most values of frozen parameters. Inductor writes some of these
+            # values into the code, and stores others in the entry, such as packed weights.
             yield f"frozen {constant(value.detach(), most=value.numel())}"
         elif not (is_traced or _is_input(module, value)):
             yield f"constant {constant(value, most=_MAX_CONSTANT)}"
@@ -63,7 +61,7 @@ def node_lines(
 
 
 def _target(describer: Describer, target: Any, node: Node) -> Iterator[str]:
-    """Describe a function of which torch's key contains only the name."""
+    """Describe a function that torch's key identifies only by its name."""
     describer.record(target, node)
     if isinstance(target, OpOverload):
         if target in _side_effectful_functions and target not in _SIDE_EFFECTS_OF_TORCH:

@@ -11,9 +11,7 @@ import torch
 from torch import library
 from torch._C import DispatchKey
 from torch._higher_order_ops import effects
-from torch._higher_order_ops.triton_kernel_wrap import (
-    triton_kernel_wrapper_mutation,
-)
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch._inductor import lowering
 from torch._library import custom_ops, simple_registry
 from torch._library.custom_ops import CustomOpDef
@@ -24,17 +22,11 @@ from torch.fx.node import _side_effectful_functions
 from graphstash.hooks.code import UndescribableError
 from graphstash.hooks.inductor.autocast import type_of_autocast
 from graphstash.hooks.inductor.describer import Describer
-from graphstash.hooks.inductor.kernels import (
-    fakes_of,
-)
+from graphstash.hooks.inductor.kernels import fakes_of
 from graphstash.hooks.inductor.libraries import libraries, needed_by
 from graphstash.hooks.inductor.origins import is_torchs
 from graphstash.hooks.inductor.recorded import Kernel, kernels_by_library
-from graphstash.hooks.inductor.registries import (
-    OF_USER,
-    kernels_of_operator,
-    tables,
-)
+from graphstash.hooks.inductor.registries import OF_USER, kernels_of_operator, tables
 from graphstash.hooks.inductor.tensor_class import members_of_program
 
 __all__ = ["operations"]

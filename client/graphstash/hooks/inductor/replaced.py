@@ -66,7 +66,7 @@ _SKIPPED: Final = frozenset({"__builtins__", "__loader__", "__spec__"})
 """Names in a module that Python or a test runner assigns."""
 
 _ASSIGNED: Final = frozenset({"torch.fx.graph_module._CodeOnlyModule.forward"})
-"""Members that torch assigns right before it reads them: here, when it unpickles a graph."""
+"""Members that torch assigns right before it reads them, each time it unpickles a graph."""
 
 _DATA: Final = frozenset(
     {

@@ -18,20 +18,14 @@ from torch.fx import GraphModule
 from graphstash.hooks.inductor.describer import Describer
 from graphstash.hooks.inductor.given import given_to_node, given_to_region
 from graphstash.hooks.inductor.inputs import input_lines, ranges, relations
-from graphstash.hooks.inductor.kernels import (
-    changed_definitions,
-)
+from graphstash.hooks.inductor.kernels import changed_definitions
 from graphstash.hooks.inductor.libraries import libraries, needed_by
 from graphstash.hooks.inductor.nodes import node_lines, output_lines
 from graphstash.hooks.inductor.operations import operations
-from graphstash.hooks.inductor.registries import (
-    compilers_of,
-    registered_for_torch,
-)
+from graphstash.hooks.inductor.registries import compilers_of, registered_for_torch
 from graphstash.hooks.inductor.replaced import replaced_in_torch
 
 __all__ = ["Registrations", "registrations", "user_code_of"]
-
 
 _UNDECLARED: Final = frozenset(
     {

@@ -320,8 +320,7 @@ class BlockSparseAllReduce:
         flags[own] = True
         if own.is_cuda:
             bits = flags.to(torch.uint8)
-            with Lent(bits):
-                distributed.all_reduce(bits, distributed.ReduceOp.MAX, group=self.group)
+            distributed.all_reduce(bits, distributed.ReduceOp.MAX, group=self.group)
             return Union(bits.nonzero().flatten(), None, bits.nbytes)
         bits = bits_of(flags)
         with Lent(bits):

@@ -76,7 +76,7 @@ def padded(numbers: Tensor, length: int) -> Tensor:
 
 
 class _Sending(NamedTuple):
-    """A slot whose collective has started with tensors, and what writes its result back."""
+    """A slot whose collective has started, its tensors, and a function that writes the result."""
 
     nbytes: int
     lent: Lent
