@@ -104,8 +104,7 @@ class Packs:
         if began - self._read_at > RECHECK_SECONDS or self._cache.withdrawals != self._withdrawals:
             self._forget_fetched()
         if key not in self._entries and not self._is_read:
-            self._read_for(key)
-            is_counted = True
+            is_counted = self._read_for(key)
         entry = self._entries.get(key)
         if entry is None and not self.is_alone(key):
             if self._trouble is None:
@@ -239,11 +238,15 @@ class Packs:
             self._is_read, self._next, self._packed = False, 0, set()
             self._read_at, self._withdrawals = monotonic(), self._cache.withdrawals
 
-    def _read_for(self, key: ArtifactKey) -> None:
-        """Read the chain only up to the pack with the key, to save the requests for later packs."""
+    def _read_for(self, key: ArtifactKey) -> bool:
+        """Read the chain only up to the pack with the key, to save the requests for later packs.
+        Return False if another thread has read the chain meanwhile.
+        """
         with self._reading:
-            if not self._is_read:
-                self._is_read = not self._read_chain(until=key)
+            if self._is_read:
+                return False
+            self._is_read = not self._read_chain(until=key)
+            return True
 
     def _read_chain(self, until: ArtifactKey | None = None) -> bool:
         """Read the chain up to its end (False), or to the pack with the key `until` or the pack
