@@ -319,8 +319,9 @@ _PUBLIC = (
 
 def _python_api() -> str:
     text = "# Python API\n\nNames that are not on this page can change in any release.\n"
+    package = griffe.load("graphstash", search_paths=[_ROOT / "client"], resolve_aliases=True)
     for name in _PUBLIC:
-        module = griffe.load(name, search_paths=[_ROOT / "client"], resolve_aliases=True)
+        module = package.modules_collection[name]
         rows = (
             (_code(member.name), _sentence(member.docstring.value.split("\n\n")[0].rstrip(":")))
             for member in (module.all_members.get(str(each)) for each in module.exports or ())
