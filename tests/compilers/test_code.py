@@ -7,6 +7,7 @@ import enum
 import functools
 import hashlib
 import itertools
+import math
 import os
 import sys
 import threading
@@ -152,6 +153,9 @@ class Scale:
     [
         (1, True),
         (0.0, -0.0),
+        (math.nan, -math.nan),
+        (complex(0, math.nan), complex(0, -math.nan)),
+        ([np.array([math.nan])], [np.array([-math.nan])]),
         (Level.LOW, Level.HIGH),
         (Scale(1), Scale(2)),
         (Scale(5).__init__, Scale(7).__init__),
@@ -320,6 +324,11 @@ def test_function_of_a_compiled_module_is_described_by_its_name():
 def test_constant_that_has_more_than_its_elements_is_refused(tensor):
     with pytest.raises(UndescribableError, match="a tensor of torch"):
         constant(tensor, most=10_000)
+
+
+def test_constant_is_described_by_the_bits_of_nan():
+    number = torch.tensor([math.nan])
+    assert constant(number) == constant(number.clone()) != constant(-number)
 
 
 def test_conjugated_constant_is_not_its_original():

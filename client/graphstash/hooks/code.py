@@ -7,6 +7,7 @@ variable that the bytecode reads, transitively. A value without a description ra
 
 import abc
 import ast
+import cmath
 import dataclasses
 import dis
 import enum
@@ -14,6 +15,7 @@ import hashlib
 import inspect
 import linecache
 import platform
+import struct
 import sys
 import threading
 import typing
@@ -139,13 +141,14 @@ class CodeDescriber:
         self._known = frozenset({"builtins", *known})
         # Numbers and objects by ID. Python cannot reuse the ID of an object that is kept alive.
         self._seen: dict[int, tuple[int, Any]] = {}
+        self._names: dict[str, int] = {}  # of Triton's functions
 
     def describe(self, value: Any) -> str:
         """Describe a value. Raises `UndescribableError` if it refers to an indescribable value."""
         if value is _ABSENT:
             return "absent"
         if type(value) in _PLAIN:
-            return f"{type(value).__name__} {value!r}"
+            return f"{type(value).__name__} {value!r}{_bits_of_nan(value)}"
         if (special := self.special(value)) is not None:
             return special
         if type(value) is tuple:  # not numbered: whether equal constants are one object varies
@@ -307,19 +310,30 @@ class CodeDescriber:
     def _kernel(self, kernel: Any) -> str:
         """Describe a Triton function by its text and by the outer values that Triton reads."""
         kind = type(kernel).__qualname__
-        name = getattr(kernel, "__qualname__", kernel.__name__)
-        if self.is_known(str(kernel.__module__)):
-            text = hashlib.sha256(str(getattr(kernel, "src", "")).encode()).hexdigest()
-            return f"{kind} {kernel.__module__}.{name} {platform.python_version()} {text}"
-        if kind == "ConstexprFunction":  # Python runs it
-            return f"{kind} {self.describe(kernel.fn)}"
+        if not self.is_known(type(kernel).__module__):
+            kind = self.describe(type(kernel))
+        name = f"{kernel.__module__}.{getattr(kernel, '__qualname__', kernel.__name__)}"
+        text = hashlib.sha256(str(getattr(kernel, "src", "")).encode()).hexdigest()
+        if kind == "ConstexprFunction" and not self.is_known(str(kernel.__module__)):
+            return f"{kind} {self.describe(kernel.fn)}"  # Python runs it
+        # Triton compiles only the first of two functions with one name that a kernel calls.
+        names = dict.fromkeys((name, kernel.__name__, repr(kernel)))
+        numbers = [self._names.setdefault(each, len(self._names)) for each in names]
         options = [f"{each}={getattr(kernel, each, None)!r}" for each in _OPTIONS]
+        own = f"{text} {numbers} {' '.join(options)}"
+        if self.is_known(str(kernel.__module__)):
+            return f"{kind} {name} {platform.python_version()} {own}"
         try:
             key, tree = kernel.cache_key, kernel.parse()
         except Exception as error:
             raise UndescribableError(f"{name}: {error!r}") from error
+        given = [
+            self.describe(each.default)
+            for each in kernel.signature.parameters.values()
+            if each.default is not each.empty
+        ]
         context = self._context(kernel.fn, _chains_of_text(kernel.fn, tree), is_kernel=True)
-        return f"{kind}({key} {' '.join(options)}; {context})"
+        return f"{kind}({key} {own} {given}; {context})"
 
     def _context(
         self,
@@ -544,7 +558,14 @@ def _array(value: Any) -> str:
     if not plain or not hasattr(value, "tolist") or value.size > _MAX_ARRAY:
         raise UndescribableError(f"a {type(value).__module__}.{type(value).__qualname__}")
     layout = f"{value.dtype} {value.shape} {value.strides}"
-    return f"{type(value).__name__} {layout} {value.tolist()!r}"
+    return f"{type(value).__name__} {layout} {value.tobytes().hex()}"
+
+
+def _bits_of_nan(value: Any) -> str:
+    """Return the bits of a NaN, which its text omits, or an empty string for any other value."""
+    if type(value) not in (float, complex) or not cmath.isnan(value):
+        return ""
+    return struct.pack("<2d", value.real, value.imag).hex()
 
 
 def _look_up(function: FunctionType, name: str) -> Any:
@@ -565,16 +586,16 @@ def _is_left_for_thread(
     return is_only and type(_look_up(function, chain[0])) is threading.local
 
 
-def _chains_of_text(function: FunctionType, tree: ast.AST) -> Iterator[tuple[str, ...]]:
+def _chains_of_text(function: FunctionType, tree: ast.Module) -> Iterator[tuple[str, ...]]:
     """Yield the outer names that the text of a kernel reads, each with its attributes. Triton
     compiles the text, not the bytecode, and reads the global until a local name is assigned.
     """
-    code = function.__code__
-    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    definition: Any = tree.body[0]  # the bytecode may be that of a wrapper
+    arguments = {each.arg for each in ast.walk(definition.args) if isinstance(each, ast.arg)}
     local = {
         each.id for each in ast.walk(tree) if isinstance(each, ast.Name) and _is_assigned(each)
     }
-    outside = {*function.__globals__, *code.co_freevars}
+    outside = {*function.__globals__, *function.__code__.co_freevars}
     for chain in _Chains().of(tree):
         if chain[0] not in arguments and (chain[0] in outside or chain[0] not in local):
             yield chain

@@ -305,4 +305,6 @@ def constant(tensor: torch.Tensor, *, most: int = _MAX_VALUES) -> str:
         digest = hashlib.sha256(content).hexdigest()
         return f"tensor {tensor.dtype} {tensor.device} {tensor.shape} {tensor.stride()} {digest}"
     values = f"{tensor.shape} {tensor.stride()} {tensor.tolist()}"
+    if "nan" in values:  # it omits the bits
+        values += CodeDescriber().describe(tensor.tolist())
     return f"tensor {tensor.dtype} {tensor.device} {values}"
