@@ -281,8 +281,16 @@ def test_key_of_graph_on_gpu_holds_what_changes_kernels_of_triton(
     assert (on_gpu(kind()) != before) is is_in_key
 
 
-def test_key_of_graph_on_gpu_holds_the_digest_of_the_assembler(on_gpu):
-    assert re.fullmatch(r"\d+ [0-9a-f]{64}", on_gpu(kind())["triton_ptxas"])
+def test_key_of_graph_on_gpu_holds_digests_of_the_assembler_and_the_library(
+    on_gpu, monkeypatch, tmp_path
+):
+    parts = on_gpu(kind())
+    assert re.fullmatch(r"\d+ [0-9a-f]{64}", parts["triton_ptxas"])
+    assert re.fullmatch(r"libdevice=[0-9a-f]{64}", parts["triton_libraries"])
+    library = tmp_path / "libdevice.bc"
+    library.write_bytes(b"of the user")
+    monkeypatch.setenv("TRITON_LIBDEVICE_PATH", str(library))
+    assert on_gpu(kind())["triton_libraries"] != parts["triton_libraries"]
 
 
 def test_graph_on_gpu_whose_kernels_the_user_replaces_is_not_shared(on_gpu, monkeypatch):

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphstash.errors import CacheError, Reason
-from graphstash.hooks.triton.fingerprint import library_parts, request_of
+from graphstash.hooks.triton.fingerprint import libraries_of, request_of
 from graphstash.hooks.triton.hook import install
 from graphstash.hooks.triton.kernel import (
     MAX_FILES,
@@ -206,14 +206,14 @@ def test_hook_logs_once_and_is_not_installed_on_other_versions(monkeypatch, capl
     assert f"supports triton 3.0 to 3.9, not {version}" in caplog.messages[0]
 
 
-def test_key_of_kernel_for_amd_holds_contents_of_libraries(tmp_path):
+def test_key_of_kernel_holds_contents_of_libraries(tmp_path):
     library = tmp_path / "ocml.bc"
     options = SimpleNamespace(extern_libs=(("ocml", str(library)),))
     found = set()
     for content in (b"one", b"other"):
         library.write_bytes(content)
-        found.add(library_parts(options)["libraries"])
+        found.add(libraries_of(options))
     library.unlink()
-    found.add(library_parts(options)["libraries"])
+    found.add(libraries_of(options))
     assert len(found) == 3
-    assert library_parts(None) == {"libraries": "", "linker": library_parts(options)["linker"]}
+    assert libraries_of(None) == ""

@@ -107,6 +107,7 @@ _VALUES = (
     pair("operation", f"{_START}{_STORE}".replace("EXPRESSION", "HERE"), "2.0", "3.0"),
     _reads("global", "NUMBER = tl.constexpr(HERE)", "NUMBER", "2.0", "3.0"),
     _reads("sign of a zero", "NUMBER = tl.constexpr(HERE)", "NUMBER", "0.0", "-0.0"),
+    _reads("sign of NaN", "NUMBER = tl.constexpr(HEREfloat('nan'))", "NUMBER", "+", "-"),
     _reads("type of a global", "KIND = HERE", "KIND(2)", "tl.float16", "tl.bfloat16"),
     _reads("global without a mark", "NUMBER = HERE", "NUMBER", "2.0", "3.0"),
     _reads("attribute of an object", "config = types.SimpleNamespace(by=HERE)", "config.by"),
@@ -172,6 +173,40 @@ _VALUES = (
         "by(1)",
     ),
     _reads(
+        "text of a kernel whose key is known",
+        "@triton.jit\ndef by(x):\n    return x * 2\n\nby.cache_key\n"
+        "vars(by)['_src' if '_src' in vars(by) else 'src'] = by.src.replace('2', 'HERE')",
+        "by(1)",
+    ),
+    _reads(
+        "name of one of two functions",
+        "def make(value):\n    @triton.jit\n    def by(x):\n        return x * value\n"
+        "    return by\n\none, two = make(tl.constexpr(2)), make(tl.constexpr(3))\n"
+        "one.__name__ = one.__qualname__ = 'one'\ntwo.__name__ = two.__qualname__ = HERE",
+        "(one(1) + two(1))",
+        "'one'",
+        "'two'",
+    ),
+    _reads(
+        "default in a signature",
+        "import inspect\n\ndef by(x, factor: tl.constexpr = 2):\n    return x * factor\n\n"
+        "by.__signature__ = inspect.signature(lambda x, factor=HERE: x)\nby = triton.jit(by)",
+        "by(1)",
+    ),
+    _reads(
+        "global with the name of a wrapper's argument",
+        "NUMBER = tl.constexpr(HERE)\n\ndef wrapped(function):\n    @functools.wraps(function)\n"
+        "    def wrapper(x, NUMBER):\n        return function(x)\n    return wrapper\n\n"
+        "@triton.jit\n@wrapped\ndef by(x):\n    return x * NUMBER",
+        "by(1)",
+    ),
+    _reads(
+        "class of a function",
+        "class Mine(triton.runtime.jit.JITFunction):\n    by = HERE\n\n"
+        "def by(x):\n    return x * 2\n\nby = Mine(by)",
+        "by(1)",
+    ),
+    _reads(
         "global that a local hides later",
         "n = tl.constexpr(HERE)\n\n@triton.jit\ndef by(x):\n    m = x * n\n    n = m\n    return n",
         "by(1)",
@@ -202,6 +237,22 @@ _REPLACED = (
         "text of a function of Triton",
         "tl.cdiv._unsafe_update_src(tl.cdiv.src + '\\n# HERE')",
         "tl.cdiv(1, 2)",
+    ),
+    _reads(
+        "option of a function of Triton",
+        "tl.cdiv.noinline = HERE",
+        "tl.cdiv(3, 2)",
+        *OFF_AND_ON,
+    ),
+    _compiles(
+        "class that a program adds to Triton before the hook looks",
+        "import triton.tools.link\n\nclass Mine:\n    by = HERE\n\n"
+        f"triton.tools.link.Mine = Mine\n{_CALL}",
+    ),
+    _compiles(
+        "class of a source",
+        _CALL,
+        before="class Mine(ASTSource):\n    by = HERE\n\nASTSource = Mine\n",
     ),
     _compiles("number of Triton", f"tl.core.TRITON_MAX_TENSOR_NUMEL = HERE\n{_CALL}", "64", "128"),
     *(
@@ -283,6 +334,60 @@ _ARGUMENTS = (
         + _CALL.replace("None", "{'extern_libs': {'mine': os.path.abspath('mine.bc')}}"),
         "one",
         "another",
+    ),
+    _compiles(
+        "order of device libraries",
+        _CALL.replace("None", "{'extern_libs': {name: name for name in HERE}}"),
+        "('one', 'other')",
+        "('other', 'one')",
+        before="for name in ('one', 'other'):\n    open(name, 'w').write(name)",
+    ),
+    _compiles(
+        "device library that changes after the first kernel",
+        _CALL.replace("None", "options"),
+        before="""
+open("mine.bc", "w").write("2")
+options = {"extern_libs": {"mine": "mine.bc"}}
+triton.compiler.make_backend(GPUTarget("cuda", 90, 32)).parse_options(options).hash()
+open("mine.bc", "w").write("HERE")
+""",
+    ),
+    pair(
+        "fields of a named tuple with a text of its own",
+        f"""{_START}
+from typing import NamedTuple
+
+
+class Pair(NamedTuple):
+    one: str
+    other: str
+
+    def __repr__(self):
+        return "a pair"
+
+
+@triton.jit
+def kernel(x, numbers):
+    tl.store(x, numbers.one.to(tl.int64) * numbers.other.to(tl.int64))
+
+
+signature = {{"x": "*i64", "numbers": Pair("i32", "HERE")}}
+source = ASTSource(fn=kernel, signature=signature, constexprs={{}})
+triton.compile(source, target=GPUTarget("cuda", 90, 32))
+""",
+        "i32",
+        "i64",
+    ),
+    pair(
+        "form of a text",
+        f"""{_START}
+text = 'module attributes {{"ttg.num-ctas" = 1 : i32, "ttg.num-warps" = 4 : i32}} {{'
+with open("kernel.HERE", "w") as file:
+    file.write(text + "tt.func public @kernel() {{tt.return}}}}")
+triton.compile("kernel.HERE", target=GPUTarget("cuda", 90, 32))
+""",
+        "ttir",
+        "ttgir",
     ),
     pair(
         "value of an argument",
@@ -370,6 +475,21 @@ _ENVIRONMENT = (
         "{'LLVM_PASS_PLUGIN_PATH': '/mine.so'}",
         reason="LLVM_PASS_PLUGIN_PATH",
     ),
+    _compiles(
+        "linker for AMD",
+        "triton.compile(ASTSource(fn=kernel, signature={'x': '*fp32'}, constexprs={}),\n"
+        "    target=GPUTarget('hip', 'gfx942', 64))",
+        before="""
+from triton.backends.amd import compiler
+
+compiler.get_amd_codegen_revision = lambda: "1"  # since 3.9, of a library
+path = os.path.abspath("linker")
+with open(path, "w") as file:
+    file.write("#!/bin/sh\\n# HERE\\necho 1")
+os.chmod(path, 0o755)
+os.environ |= {"TRITON_HIP_LLD_PATH": path, "TRITON_AMD_CODEGEN_PATH": path}
+""",
+    ),
     _environment(
         "program in place of the assembler",
         "assembler('one')",
@@ -389,6 +509,37 @@ def assembler(word):
 _NEWEST = {"only_in": "torch-newest"}
 
 _OF_PROCESS = (
+    _compiles(
+        "setting that is no plain value",
+        f"triton.knobs.nvidia.disable_ptxas_opt = HERE\n{_CALL}",
+        "0.0",
+        "1.0",
+        **_NEWEST,
+    ),
+    _reads(
+        "setting that a function reads",
+        "os.environ['TRITON_PRINT_AUTOTUNING'] = 'HERE'\n\n@at_compilation\ndef by():\n"
+        "    return 3 if triton.knobs.autotuning.print else 2",
+        "by()",
+        "0",
+        "1",
+        **_NEWEST,
+    ),
+    _compiles(
+        "file of Triton",
+        _CALL,
+        before="""
+import glob
+import shutil
+
+os.mkdir("copy")
+for file in glob.glob(os.path.dirname(triton.__file__) + "/*.py"):
+    shutil.copy(file, "copy")
+with open("copy/_utils.py", "a") as file:
+    file.write("FACTOR = HERE")
+triton.__path__ = ["copy"]
+""",
+    ),
     pair(
         "GPU of the process, for which Triton does not compile",
         f"""{_START}

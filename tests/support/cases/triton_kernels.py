@@ -10,6 +10,7 @@ import os
 import time
 from pathlib import Path
 from typing import Any, NoReturn
+from unittest.mock import patch
 
 import httpx
 import triton
@@ -42,7 +43,7 @@ def assembled() -> int:
     return len(runs.read_text().splitlines()) if runs.exists() else 0
 
 
-def _source(number: int, *, shift: bool = False, kind: Any = ASTSource) -> Any:
+def _source(number: int, *, shift: bool = False) -> Any:
     # Hosts in one folder load the same file, because the cubin contains its name and Triton's key
     # does not.
     folder = Path(os.environ["TRITON_CACHE_DIR"]).parents[1]
@@ -57,7 +58,7 @@ def _source(number: int, *, shift: bool = False, kind: Any = ASTSource) -> Any:
     signature = {"x": "*fp32", "y": "*fp32", "out": "*fp32", "n": "i32"}
     signature |= {"SCALE": "constexpr", "BLOCK": "constexpr"}
     constants = {"SCALE": number, "BLOCK": 256}
-    return kind(fn=module.scaled_add, signature=signature, constexprs=constants)
+    return ASTSource(fn=module.scaled_add, signature=signature, constexprs=constants)
 
 
 def _compiled(number: int, *, shift: bool = False) -> dict[str, Any]:
@@ -110,17 +111,15 @@ def with_a_fault_of_the_cache(*, count: int) -> dict[str, Any]:
 def failing(*, go: str) -> dict[str, Any]:
     """Fail to compile a kernel, and compile another when the file `go` exists."""
 
-    class Failing(ASTSource):  # type: ignore[misc] # Triton ships no types
-        """A source that fails at the step that reports errors in a kernel's source."""
-
-        def make_ir(self, *_: object) -> NoReturn:
-            server, namespace = (os.environ[f"GRAPHSTASH_{name}"] for name in ("URL", "NAMESPACE"))
-            held = httpx.get(f"{server}/v1/{namespace}/leases", timeout=60).json()["leases"]
-            Path(f"{go}.compiling").write_text(str(len(held)))
-            raise ValueError("this kernel cannot be compiled")
+    def fail(*_: object, **__: object) -> NoReturn:
+        server, namespace = (os.environ[f"GRAPHSTASH_{name}"] for name in ("URL", "NAMESPACE"))
+        held = httpx.get(f"{server}/v1/{namespace}/leases", timeout=60).json()["leases"]
+        Path(f"{go}.compiling").write_text(str(len(held)))
+        raise ValueError("this kernel cannot be compiled")
 
     try:
-        triton.compile(_source(99, kind=Failing), target=TARGET)
+        with patch("tempfile.NamedTemporaryFile", fail):  # the input of the assembler
+            triton.compile(_source(99), target=TARGET)
     except ValueError as error:
         kept = error  # with all its frames, as test runners keep it
     Path(f"{go}.failed").touch()

@@ -18,7 +18,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Final
@@ -182,12 +182,12 @@ def _device_type() -> DeviceType:
     accelerator = accelerator_type()
     if not accelerator:
         return cpu_device_type()
-    if accelerator == "cuda" and torch.version.hip is None:
-        major, minor = torch.cuda.get_device_capability()
-        return DeviceType.of("cuda", f"sm_{major}{minor}")
-    properties: Any = torch.get_device_module(accelerator).get_device_properties()
     if accelerator == "cuda":
-        return DeviceType.of("rocm", str(properties.gcnArchName).partition(":")[0])
+        backend, arch = _triton_target()
+        return (
+            DeviceType.of("rocm", arch) if backend == "hip" else DeviceType.of("cuda", f"sm_{arch}")
+        )
+    properties: Any = torch.get_device_module(accelerator).get_device_properties()
     return DeviceType.of(accelerator, str(properties.name))
 
 
@@ -219,17 +219,21 @@ def _triton_parts() -> Mapping[str, str]:
     """
     if not has_triton_package():
         return {}
-    from graphstash.hooks.triton.fingerprint import compiler_parts
+    from graphstash.hooks.triton.fingerprint import compiler_parts, default_libraries
 
     parts = compiler_parts(os.environ, *_triton_target())
+    parts["libraries"] = read_part(partial(default_libraries, *_triton_target()))
     return {name if name.startswith("env.") else f"triton_{name}": parts[name] for name in parts}
 
 
 @cache
 def _triton_target() -> tuple[str, Any]:
-    """Return Triton's names of the backend and the architecture, which only matters for CUDA."""
-    if accelerator_type() != "cuda" or torch.version.hip is not None:
+    """Return Triton's names of the backend and the architecture, which is "" for Intel's GPUs."""
+    if accelerator_type() != "cuda":
         return accelerator_type(), ""
+    if torch.version.hip is not None:
+        properties: Any = torch.cuda.get_device_properties()
+        return "hip", str(properties.gcnArchName).partition(":")[0]
     major, minor = torch.cuda.get_device_capability()
     return "cuda", 10 * major + minor
 

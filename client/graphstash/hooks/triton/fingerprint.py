@@ -19,10 +19,12 @@ from typing import Any, Final
 import triton
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.backends import backends
+from triton.backends.compiler import GPUTarget
 
 from graphstash._compile.request import CompileRequest
 from graphstash.errors import CacheError, Reason
 from graphstash.hooks.environment import read_part, sample_of
+from graphstash.hooks.triton.replaced import globals_of
 from graphstash.hooks.triton.source import (
     compiled_for,
     options_being_compiled,
@@ -33,7 +35,13 @@ from graphstash.hooks.triton.source import (
 )
 from graphstash_schema import ArtifactKind, DeviceType
 
-__all__ = ["compiler_parts", "library_parts", "request_of", "unshared_request"]
+__all__ = [
+    "compiler_parts",
+    "default_libraries",
+    "libraries_of",
+    "request_of",
+    "unshared_request",
+]
 
 _DEVICE: Final = DeviceType("gpu")
 """One device type for all GPUs: Triton's key contains the architecture. A guessed type, such as the
@@ -45,13 +53,14 @@ _READ: Final = re.compile(r"(?a:(TRITON|AMDGCN|NVPTX|PTXAS)_\w+)")
 _SAME_KERNEL: Final = re.compile(
     r"TRITON_(CACHE_DIR|CACHE_MANAGER|REMOTE_CACHE_BACKEND|HOME|DUMP_DIR|OVERRIDE_DIR|REDIS_\w+)"
     r"|TRITON_(PTXAS|PTXAS_BLACKWELL|CUOBJDUMP|NVDISASM|LIBDEVICE|LIBCUDA|LIBHIP|CUDACRT|CUDART)_PATH"
+    r"|TRITON_(HIP_LLD|AMD_CODEGEN)_PATH"
     r"|TRITON_(CUPTI|PROTON|ROCPROFILER|ROCTRACER|ROCTX|PROFILE|HSA)\w*|TRITON_ENABLE_NVTX"
     r"|TRITON_(ALWAYS_COMPILE|KERNEL_DUMP|KERNEL_OVERRIDE|FRONT_END_DEBUGGING|DUMP_PTXAS_LOG)"
     r"|TRITON_(PRINT_AUTOTUNING|CACHE_AUTOTUNING|ALLOW_NON_CONSTEXPR_GLOBALS|INTERPRET)"
     r"|TRITON_REPRODUCER_PATH|(NVPTX|AMDGCN)_ENABLE_DUMP"
 )
-"""Variables that change no kernel, such as paths and outputs. Triton's key contains the contents of
-the device library, and the part `ptxas` the digest of the assembler."""
+"""Variables that change no kernel, such as paths and outputs. Parts contain the digests of the
+assembler, the linker and the libraries."""
 
 _FOREIGN_CODE: Final = ("TRITON_KERNEL_OVERRIDE", "TRITON_SWAP_MIR", "LLVM_PASS_PLUGIN_PATH")
 """Variables that add the user's files to the compilation. No key covers these files."""
@@ -76,12 +85,12 @@ def request_of(key: str, group: str, environ: Mapping[str, str], source: Any) ->
         "triton": triton.__version__,
         "triton_key": key,
         "group": group,
+        "form": getattr(source, "ext", ""),  # Triton 3.3 compiles a text by the name of its file
         "values": values_in(source),
+        "libraries": libraries_of(options_being_compiled()),
     }
     if getattr(getattr(source, "language", None), "name", "") == "GLUON":
         parts["gluon"] = read_part(partial(_digest_of_package, "triton.experimental.gluon"))
-    if backend == "hip":
-        parts |= library_parts(options_being_compiled())
     return CompileRequest.of(
         ArtifactKind.TRITON,
         _DEVICE,
@@ -120,44 +129,54 @@ def compiler_parts(environ: Mapping[str, str], backend: str, arch: Any) -> dict[
         **settings,
         "knobs": settings_of(environ),
         "ptxas": _ptxas(backend, arch),
+        "library": read_part(partial(_digest_of_package, "triton", "*.py")),
         "runtime": read_part(partial(_digest_of_package, "triton.runtime")),
     }
+    if backend == "hip":
+        parts["linker"] = read_part(_sample_of_linker)
     if replaced := replacements():
         parts["replaced"] = replaced
     return parts
 
 
-def library_parts(options: Any) -> dict[str, str]:
-    """Return digests of the libraries that `options` links, and of AMD's linker.
+def libraries_of(options: Any) -> str:
+    """Return digests of the libraries that `options` links, in the order of linking.
 
-    For AMD, the key of Triton 3.3 contains the paths of the libraries, not their contents, and the
-    linker's version.
+    Triton's key sorts the libraries for CUDA, and reads each file once in a process. For AMD, the
+    key of Triton 3.3 contains the paths of the libraries, not their contents.
     """
     libraries = dict(getattr(options, "extern_libs", None) or ())
-    return {
-        "libraries": " ".join(
-            f"{name}={read_part(partial(_sample, Path(path)))}"
-            for name, path in sorted(libraries.items())
-        ),
-        "linker": read_part(_sample_of_linker),
-    }
+    return " ".join(
+        f"{name}={read_part(partial(_digest, Path(path)))}" for name, path in libraries.items()
+    )
+
+
+def default_libraries(backend: str, arch: Any) -> str:
+    """Return `libraries_of` a kernel without options. Raises for a target without a compiler."""
+    target = GPUTarget(backend, arch, 64 if backend == "hip" else 32)
+    options = {"enable_fp_fusion": True}  # without this option, Triton 3.9 warns of its default
+    return libraries_of(triton.compiler.compiler.make_backend(target).parse_options(options))
 
 
 @cache
-def _digest_of_package(name: str) -> str:
+def _digest_of_package(name: str, pattern: str = "**/*.py") -> str:
     """Return a digest of the Python files of a loaded package of Triton, which Triton's key omits.
     The package parses kernels, or is their language.
     """
     digest = sha256()
     for folder in map(Path, sys.modules[name].__path__):
-        for file in sorted(folder.rglob("*.py")):
+        for file in sorted(folder.glob(pattern)):
             content = sha256(file.read_bytes()).hexdigest()
             digest.update(f"{file.relative_to(folder)} {content};".encode())
     return digest.hexdigest()
 
 
 def _sample_of_linker() -> str:
-    find = getattr(backends["hip"].compiler, "path_to_rocm_lld", None)
+    """Return the digest of the linker for AMD, or of the library that replaced it (3.9). Triton's
+    key contains only its version.
+    """
+    compiler = backends["amd"].compiler
+    find = getattr(compiler, "path_to_rocm_lld", globals_of(compiler).get("get_amd_codegen_path"))
     return "built in" if find is None else _sample(Path(find()))
 
 
@@ -180,9 +199,7 @@ def _ptxas(backend: str, arch: Any) -> str:
 
 
 def _sample_of_ptxas(arch: int) -> str:
-    from triton.backends.nvidia import compiler
-
-    tool = compiler.get_ptxas(arch)
+    tool = globals_of(backends["nvidia"].compiler)["get_ptxas"](arch)
     return _sample(Path(getattr(tool, "path", None) or tool[0]))
 
 
@@ -190,9 +207,18 @@ def _sample(path: Path) -> str:
     return _sample_of_version(path, path.stat().st_mtime_ns)
 
 
+def _digest(path: Path) -> str:
+    return _digest_of_version(path, path.stat().st_mtime_ns)
+
+
 @cache
 def _sample_of_version(path: Path, _changed_ns: int) -> str:
     return sample_of(path)
+
+
+@cache
+def _digest_of_version(path: Path, _changed_ns: int) -> str:
+    return sha256(path.read_bytes()).hexdigest()
 
 
 def _argument(function: Any, place: Any) -> str:

@@ -18,7 +18,7 @@ from triton.backends import backends
 
 from graphstash.hooks.code import package_of
 
-__all__ = ["changed_in_place", "replaced_members"]
+__all__ = ["changed_in_place", "globals_of", "replaced_members"]
 
 _OWN: Final = frozenset(
     {
@@ -139,10 +139,10 @@ def _modules() -> Iterator[tuple[str, Mapping[str, Any]]]:
     for name, backend in backends.items():
         # Triton 3.3 loads the modules of its compilers without an entry in `sys.modules`.
         if backend.compiler.__module__ == name:
-            yield f"triton.backends.{name}.compiler of Triton", _globals_of(backend.compiler)
+            yield f"triton.backends.{name}.compiler of Triton", globals_of(backend.compiler)
 
 
-def _globals_of(compiler: type) -> Mapping[str, Any]:
+def globals_of(compiler: type) -> Mapping[str, Any]:
     """Return the members of the module that defines a compiler."""
     function = next(each for each in vars(compiler).values() if type(each) is FunctionType)
     return function.__globals__
@@ -155,7 +155,9 @@ def _is_foreign(value: Any) -> bool:
 
 
 def _root_of(value: Any) -> str:
-    """Return the package of a function or kernel, or an empty string for any other value."""
+    """Return the package of a function, kernel or class; an empty string for any other value."""
+    if isinstance(value, type):
+        return value.__module__.partition(".")[0]
     if type(value).__module__ == "triton.runtime.jit":
         value = getattr(value, "fn", value)
     value = getattr(value, "__func__", value)  # static and class methods

@@ -7,6 +7,8 @@ there would run each other's kernel. A kernel whose values cannot be described i
 """
 
 import inspect
+import os
+import re
 import sys
 from collections.abc import Mapping
 from types import BuiltinFunctionType, FrameType, FunctionType
@@ -34,6 +36,9 @@ _KNOBS: Final = ("amd", "compilation", "language", "nvidia", "runtime")
 _FOREIGN_CODE: Final = ("override", "swap_mir")
 """Settings that add the user's files to the compilation."""
 
+_OBSERVERS: Final = re.compile(r"listener|jit_(cache|post_compile)_hook|(launch|kernel)_\w+_hook")
+"""Settings that Triton calls around a compilation or a launch. They change no kernel."""
+
 _TARGET_INFO: Final = "triton.language.target_info"
 """Module whose functions a kernel may call while Triton compiles it (3.4 and newer). They return
 facts about the GPU of this process, even if Triton compiles for another one."""
@@ -46,6 +51,9 @@ class _Describer(CodeDescriber):
     def special(self, value: Any) -> str | None:
         if (type(value).__module__, type(value).__name__) == ("torch", "dtype"):
             return repr(value)
+        if type(value).__module__ == "triton.knobs":  # it reads variables
+            read = {each.key: os.environ.get(each.key) for each in _knobs_of(value).values()}
+            return f"{type(value).__name__} {self.describe((vars(value), read))}"
         function = getattr(value, "__dict__", {}).get("fn", value)  # of a constexpr function
         if isinstance(function, FunctionType) and function.__module__ == _TARGET_INFO:
             active = function.__globals__["current_target"]()
@@ -107,11 +115,21 @@ def values_in(source: Any) -> str:
     if not hasattr(function, "cache_key"):  # Triton's own assembly, whose text is in Triton's key
         return ""
     describer = _Describer()
+    kind = type(source)
     try:
+        own = "" if describer.is_known(kind.__module__) else describer.describe(kind)
+        signature = [*map(_fields, source.signature.values())]
         constants = describer.describe(dict(getattr(source, "constants", None) or {}))
-        return f"{constants} {describer.describe(function)}"
+        return f"{own} {signature} {constants} {describer.describe(function)}"
     except (UndescribableError, RecursionError) as error:
         raise _unshared(str(error)) from error
+
+
+def _fields(kind: Any) -> Any:
+    """Return a type in a signature. Of a named tuple, whose text may be any, return the fields."""
+    if not isinstance(kind, tuple):
+        return str(kind)
+    return getattr(kind, "_fields", ()), *map(_fields, kind)
 
 
 def replacements() -> str:
@@ -143,18 +161,23 @@ def settings_of(environ: Mapping[str, str]) -> str:
     for group in _KNOBS:
         held = getattr(knobs, group, None)
         for name, value in sorted(vars(held).items()) if held is not None else ():
-            variable = getattr(vars(type(held)).get(name), "key", "")
+            variable = getattr(_knobs_of(held).get(name), "key", "")
             if name in _FOREIGN_CODE and value:
                 raise _unshared(f"{group}.{name} is set")
             if type(value) in (bool, int, str, type(None)):
                 if not _matches(environ.get(variable), value):
                     settings.append(f"{group}.{name}={value!r}")
-            elif name == "add_stages_inspection_hook":
+            elif not _OBSERVERS.fullmatch(name):
                 try:
                     settings.append(f"{name}={_Describer().registered(value)}")
                 except (UndescribableError, RecursionError) as error:
                     raise _unshared(str(error)) from error
     return "\n".join(settings)
+
+
+def _knobs_of(group: Any) -> Mapping[str, Any]:
+    """Return the settings of a group by name; each has the name of a variable as `key`."""
+    return {name: each for name, each in vars(type(group)).items() if hasattr(each, "key")}
 
 
 def _matches(variable: str | None, value: bool | str | None) -> bool:
