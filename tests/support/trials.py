@@ -140,9 +140,13 @@ def _hang_without_releasing_the_interpreter(_: Any) -> Any:
 
 
 def _kill_the_guard(configuration: Any) -> Any:
-    Path(configuration["file"]).write_text(str(os.getpid()))
+    with Path(configuration["file"]).open("a+") as pids:
+        pids.seek(0)
+        if len(pids.readlines()) == configuration["times"]:
+            return 1
+        pids.write(f"{os.getpid()}\n")
     os.kill(os.getppid(), signal.SIGKILL)
-    time.sleep(1000)
+    return time.sleep(1000)
 
 
 def _stop(_: Any) -> Any:

@@ -272,9 +272,11 @@ def test_no_process_that_a_trial_started_outlives_it(tmp_path, then, failure):
         assert running(file) == []
 
 
-def test_a_process_ends_with_its_guard(pool, tmp_path):
-    file = tmp_path / "pid"
-    assert failures(measure(pool, {"does": "kills its guard", "file": str(file)})) == ["crash"]
+@pytest.mark.parametrize(("times", "failure"), [(1, None), (2, "crash")])
+def test_trial_whose_guard_is_killed_is_repeated_once(pool, tmp_path, times, failure):
+    file = tmp_path / "pids"
+    trial = {"does": "kills its guard", "file": str(file), "times": times}
+    assert failures(measure(pool, trial)) == [failure]
     until(lambda: running(file) == [])
 
 

@@ -5,7 +5,8 @@ Load distorts measurements, so only one process at a time runs kernels, while ot
 
 A trial may damage its process, so a later trial there fails. The pool therefore replaces a process
 after every failure except a failed build or an invalid cost. It repeats the failures in `_REPEATED`
-in a new process, unless the process was new.
+in a new process, unless the process was new. If something outside kills a process with its guard,
+the pool repeats the trial once: Ray does so while it ends a worker whose machine fails.
 """
 
 import logging
@@ -20,7 +21,7 @@ from typing import Any, Final
 from graphstash.errors import GraphstashError
 from graphstash.tuning.measuring.executor import Executor, Job, Worker
 from graphstash.tuning.measuring.measurement import Measurement
-from graphstash.tuning.measuring.process import EndedError, MeasuringProcess
+from graphstash.tuning.measuring.process import EndedError, KilledError, MeasuringProcess
 from graphstash.tuning.space import Value
 
 __all__ = ["MeasuringError", "Pool"]
@@ -36,6 +37,9 @@ _HARMLESS: Final = frozenset({None, "compile", "cost"})
 _REPEATED: Final = frozenset({"run", "wrong", "memory", "crash"})
 """Failures that an earlier trial of the process may have caused. Repeating a timeout takes too
 long."""
+
+_MAX_TRIES: Final = 2
+"""Maximum tries of a job that something outside ends. The job itself may kill its guard."""
 
 
 class MeasuringError(GraphstashError):
@@ -98,6 +102,12 @@ class Pool(Executor[_Worker]):
         try:
             while worker in self._workers and (message := worker.process.receive()) is not None:
                 self._take(worker, message)
+        except KilledError as error:
+            if worker.job is not None and worker.job.tries < _MAX_TRIES:
+                self._jobs.appendleft(worker.job)
+                self._end(worker)
+            else:
+                self._lose(worker, "crash", str(error))
         except EndedError as error:
             self._lose(worker, "crash", str(error))
         if worker in self._workers and worker.deadline <= monotonic():

@@ -21,7 +21,7 @@ from graphstash.tuning.measuring import guard, worker
 from graphstash.tuning.measuring.measurement import Method
 from graphstash.tuning.measuring.worker import LAST, MAX_MESSAGE_BYTES, MORE
 
-__all__ = ["EndedError", "MeasuringProcess"]
+__all__ = ["EndedError", "KilledError", "MeasuringProcess"]
 
 _PROGRAM: Final = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[3]); "
@@ -40,6 +40,10 @@ _END_SECONDS: Final = 5.0
 
 class EndedError(Exception):
     """A measuring process has ended, or a message lacks the token of its request."""
+
+
+class KilledError(EndedError):
+    """A measuring process was killed with its guard. A crash of a trial leaves the guard alive."""
 
 
 class MeasuringProcess:
@@ -104,18 +108,19 @@ class MeasuringProcess:
 
         Raises:
             EndedError: the process has ended, or the message lacks the token.
+            KilledError: the process has ended without a report of its guard.
         """
         has_ended = self._has_ended()  # if so, its last message has arrived
         try:
             packet = self.channel.recv(MAX_MESSAGE_BYTES + 1)
         except BlockingIOError:
             if has_ended:
-                raise EndedError(self._exit_description()) from None
+                raise self._ended() from None
             return None
         except OSError as error:
             raise EndedError(str(error)) from error
         if not packet:
-            raise EndedError(self._exit_description())
+            raise self._ended()
         try:
             message = json.loads(packet)
             is_from_worker = message["token"] == self._token
@@ -154,7 +159,7 @@ class MeasuringProcess:
             return False
         return True
 
-    def _exit_description(self) -> str:
+    def _ended(self) -> EndedError:
         self.lifeline.settimeout(_END_SECONDS)
         status = b""
         with contextlib.suppress(OSError):
@@ -162,7 +167,7 @@ class MeasuringProcess:
         try:
             number = int(status)
         except ValueError:
-            return "its process was killed with its guard"
+            return KilledError("its process was killed with its guard")
         if number >= 0:
-            return f"its process ended with status {number}"
-        return f"its process was ended by {signal.Signals(-number).name}"
+            return EndedError(f"its process ended with status {number}")
+        return EndedError(f"its process was ended by {signal.Signals(-number).name}")
