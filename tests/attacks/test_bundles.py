@@ -247,8 +247,8 @@ def a_blob_unpacks_to_more_than_it_says(forge):
 _FORGERIES = {
     a_byte_of_a_blob_is_changed: ("entry 2", str(key_of(NUMBERS[1])), "its bytes were changed"),
     something_is_added_at_the_end: ("after the last entry",),
-    the_entries_change_places: ("artifact 2 in the manifest", "not in order"),
-    an_entry_comes_twice: ("artifact 2 in the manifest", "is there twice"),
+    the_entries_change_places: ("artifact 2 in the manifest", "out of order"),
+    an_entry_comes_twice: ("artifact 2 in the manifest", "is listed twice"),
     a_blob_is_left_out: ("entry 2", "is in its place"),
     the_manifest_lacks_an_artifact: ("after the last entry",),
     the_manifest_declares_a_huge_size: ("the manifest is cut",),
@@ -351,10 +351,10 @@ def test_link_pipe_or_file_that_others_may_write_is_refused(forge, refuse, tmp_p
     path = forge.write()
     (tmp_path / "link").symlink_to(path)
     os.mkfifo(tmp_path / "pipe", 0o600)
-    refuse(tmp_path / "link", "copy it to a directory of yours")
-    refuse(tmp_path / "pipe", "copy it to a directory of yours")
+    refuse(tmp_path / "link", "copy it to a directory that only you can write to")
+    refuse(tmp_path / "pipe", "copy it to a directory that only you can write to")
     path.chmod(0o666)
-    refuse(path, "copy it to a directory of yours")
+    refuse(path, "copy it to a directory that only you can write to")
 
 
 def test_artifact_swapped_after_verification_is_not_stored(forge, run, fort, space, monkeypatch):

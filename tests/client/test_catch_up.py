@@ -114,7 +114,7 @@ def caught_up(job, *, with_any=False, meanwhile=None, **limits):
         catch_up = CatchUp(
             job, client, with_any=with_any, done=lambda e, o: outcomes.update({e.key: o}), **limits
         )
-        wanted = catch_up.wanted()
+        wanted = catch_up.find_publishable()
         if meanwhile is not None:
             meanwhile(wanted)
         catch_up.publish(wanted)
@@ -574,7 +574,7 @@ def test_withdrawal_that_the_process_reads_before_an_upload_prevents_it(left, up
 
         def learn(wanted):
             named = [(each.key, each.sha256) for each in wanted]
-            job.standing.withdrawn(job.config.namespace, named, at=time.time())
+            job.standing.on_withdrawn(job.config.namespace, named, at=time.time())
 
         outcomes = caught_up(job, meanwhile=learn)
         assert isinstance(outcomes[key(1)], CacheError)

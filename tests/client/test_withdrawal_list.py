@@ -148,14 +148,14 @@ def test_torn_line_between_processes_of_a_run_hides_no_withdrawal(
     before = other.standing.changes
     if torn is None:
         real = module.os.write
-        withdrawn = one.standing.withdrawn
+        on_withdrawn = one.standing.on_withdrawn
 
         def full(*arguments, **named):
             with monkeypatch.context() as patch:
                 patch.setattr(os, "write", lambda to, data: real(to, data[:0]))
-                withdrawn(*arguments, **named)
+                on_withdrawn(*arguments, **named)
 
-        monkeypatch.setattr(one.standing, "withdrawn", full)
+        monkeypatch.setattr(one.standing, "on_withdrawn", full)
     else:
         with one.standing._shared._path.open("a") as file:
             file.write(torn)

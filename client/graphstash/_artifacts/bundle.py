@@ -20,7 +20,7 @@ from typing import IO, Any, Final, Literal, NamedTuple, Self, TypeVar, cast
 
 from pydantic import Field, ValidationError
 
-from graphstash._artifacts.envelope import Nowhere, unseal
+from graphstash._artifacts.envelope import NullFile, unseal
 from graphstash._bounded_reader import digest_of
 from graphstash._regular_file import open_ours
 from graphstash._replacing import replacing
@@ -36,8 +36,8 @@ __all__ = [
     "Bundle",
     "BundleEntry",
     "BundleHead",
-    "Found",
-    "Part",
+    "BundledArtifact",
+    "FileRange",
     "check_blob",
     "line_of",
     "write_bundle",
@@ -95,8 +95,8 @@ class BundleEntry(RequestModel):
         )
 
 
-class Found(NamedTuple):
-    """An artifact of a bundle: its number from 1, its manifest line, and its blob."""
+class BundledArtifact(NamedTuple):
+    """An artifact in a bundle: its number, counted from 1, its manifest line, and its blob."""
 
     number: int
     entry: BundleEntry
@@ -107,7 +107,7 @@ _Line = TypeVar("_Line", BundleHead, BundleEntry)
 
 
 class Bundle:
-    """An open bundle, used as a context manager. Reads its parts in constant memory.
+    """An open bundle, used as a context manager. Reads the manifest and blobs in constant memory.
 
     Args:
         path: path of the bundle, which no other user may be able to change.
@@ -125,8 +125,8 @@ class Bundle:
             raise
         except OSError as error:
             raise BundleError(
-                f"it cannot be read, or others could change it meanwhile ({error}): copy it to a "
-                "directory of yours"
+                f"it cannot be read, or other users could change it ({error}): copy it to a "
+                "directory that only you can write to"
             ) from None
         self.size_bytes = os.fstat(self._file.fileno()).st_size
         try:
@@ -143,7 +143,7 @@ class Bundle:
     def __exit__(self, *_: object) -> None:
         self._file.close()
 
-    def entries(self) -> Iterator[Found]:
+    def entries(self) -> Iterator[BundledArtifact]:
         """Yield every artifact after checking its header and padding.
 
         `check_blob` checks the bytes of the blob. The bundle is valid only if the iteration reaches
@@ -159,9 +159,9 @@ class Bundle:
             what = f"artifact {number} in the manifest"
             entry = _parsed(BundleEntry, line, what)
             if entry.order <= before:
-                raise BundleError(f"{what} ({entry.key}) is there twice or not in order")
+                raise BundleError(f"{what} ({entry.key}) is listed twice or out of order")
             before = entry.order
-            yield Found(number, entry, self._blob_at(at, number, entry))
+            yield BundledArtifact(number, entry, self._blob_at(at, number, entry))
             at += _BLOCK + entry.size_bytes + _padding(entry.size_bytes)
         if number != self.artifacts:
             raise BundleError(f"the manifest announces {self.artifacts} artifacts and has {number}")
@@ -173,7 +173,7 @@ class Bundle:
             )
         self._expect_zeros(at, end - at, "after the last entry")
 
-    def _find_manifest(self) -> "Part":
+    def _find_manifest(self) -> "FileRange":
         header = self._read(0, _BLOCK)
         try:
             info = tarfile.TarInfo.frombuf(header, "ascii", "strict")
@@ -185,7 +185,7 @@ class Bundle:
             raise BundleError("not a bundle of graphstash: it does not begin with a manifest")
         if _BLOCK + size > self.size_bytes:
             raise BundleError(f"the manifest is cut: it should have {size} bytes")
-        manifest = Part(self._file, _BLOCK, size)
+        manifest = FileRange(self._file, _BLOCK, size)
         found = digest_of(manifest, size).sha256  # type: ignore[arg-type] # reads and seeks
         if found != named[1]:
             raise BundleError(f"the manifest was changed: its SHA-256 is {found}, not {named[1]}")
@@ -193,7 +193,7 @@ class Bundle:
         return manifest
 
     def _lines(self) -> Iterator[bytes]:
-        again = Part(self._file, _BLOCK, self._manifest.size_bytes)
+        again = FileRange(self._file, _BLOCK, self._manifest.size_bytes)
         with io.BufferedReader(again, 64 * 1024) as lines:
             while line := lines.readline(_MAX_LINE_BYTES + 1):
                 yield line
@@ -203,7 +203,7 @@ class Bundle:
         found, expected = self._read(at, _BLOCK), _header(entry.name, entry.size_bytes)
         if found != expected:
             raise BundleError(f"{what} is not there: {_describe(found)} is in its place")
-        blob = Part(self._file, at + _BLOCK, entry.size_bytes)
+        blob = FileRange(self._file, at + _BLOCK, entry.size_bytes)
         if blob.end > self.size_bytes:
             raise BundleError(
                 f"{what} is cut: {self.size_bytes - at - _BLOCK} of {entry.size_bytes} bytes are "
@@ -223,8 +223,8 @@ class Bundle:
             raise BundleError(f"cannot be read at byte {at}: {error.strerror}") from None
 
 
-class Part(io.RawIOBase):
-    """A range of a file as a read-only file. Each part has its own position."""
+class FileRange(io.RawIOBase):
+    """A range of a file as a read-only file with its own position."""
 
     def __init__(self, file: IO[bytes], start: int, size_bytes: int) -> None:
         self._file, self._start, self._at = file, start, 0
@@ -232,7 +232,7 @@ class Part(io.RawIOBase):
 
     @property
     def end(self) -> int:
-        """Offset in the whole file of the first byte after the part."""
+        """Offset in the whole file of the first byte after the range."""
         return self._start + self.size_bytes
 
     def readable(self) -> bool:
@@ -287,7 +287,7 @@ def check_blob(
         unsealed = unseal(
             blob,
             entry.key,
-            Nowhere(),
+            NullFile(),
             max_bytes=max_bytes,
             size_bytes=entry.size_bytes,
             admit=admit,
@@ -360,7 +360,7 @@ def _copy(
             size += len(chunk)
             written(len(chunk))
     if (sha256.hexdigest(), size) != (entry.sha256, entry.size_bytes):
-        raise BundleError(f"{source} was changed while it was written: run the export again")
+        raise BundleError(f"{source} was changed during the export: run the export again")
 
 
 def _parsed(model: type[_Line], line: bytes, what: str) -> _Line:
@@ -407,6 +407,6 @@ def _describe(header: bytes) -> str:
     try:
         info = tarfile.TarInfo.frombuf(header, "utf-8", "surrogateescape")
     except (tarfile.TarError, ValueError):
-        return "something that is no header"
+        return "an invalid header"
     kind = "a file" if info.isfile() else "a link" if info.issym() or info.islnk() else "no file"
     return f"{kind} named {printable(info.name, most=120)!r} of {info.size} bytes"

@@ -20,7 +20,7 @@ from enum import Enum, auto
 from time import monotonic, time
 from typing import IO, Final, NamedTuple, TypeAlias, cast
 
-from graphstash._artifacts.bundle import BundleEntry, Part, check_blob
+from graphstash._artifacts.bundle import BundleEntry, FileRange, check_blob
 from graphstash._artifacts.local_tier import OWN
 from graphstash._artifacts.prefetch import value_of
 from graphstash._artifacts.standing import Verdict
@@ -117,7 +117,7 @@ class CatchUp:
         self._asked_at = -math.inf
         self._withdrawals: str | None = None
 
-    def wanted(self) -> Sequence[BundleEntry]:
+    def find_publishable(self) -> Sequence[BundleEntry]:
         """Return the artifacts to publish: fewest attempts first, then the most valuable.
 
         Report the outcome of the other artifacts.
@@ -125,9 +125,9 @@ class CatchUp:
         Raises:
             CacheError: the server does not answer, or does not list its withdrawals in time.
         """
-        return self._absent(self._stash.unsent.entries(with_any=self._with_any))
+        return self._find_absent(self._stash.unsent.entries(with_any=self._with_any))
 
-    def _absent(self, entries: Iterable[BundleEntry]) -> Sequence[BundleEntry]:
+    def _find_absent(self, entries: Iterable[BundleEntry]) -> Sequence[BundleEntry]:
         stash, namespace = self._stash, self._stash.config.namespace
         recorded = {each.key: each for each in entries}
         if not recorded:
@@ -168,7 +168,7 @@ class CatchUp:
         try:
             while left and not self._is_stopped() and self._left_seconds > 0:
                 if monotonic() - self._asked_at > _LOOKUP_SECONDS:
-                    left = deque(self._absent(left))
+                    left = deque(self._find_absent(left))
                     if not left:
                         break
                 entry = left.popleft()
@@ -270,7 +270,7 @@ class CatchUp:
         return None
 
     @contextmanager
-    def _opened(self, entry: BundleEntry) -> Iterator[IO[bytes]]:
+    def _open_copy(self, entry: BundleEntry) -> Iterator[IO[bytes]]:
         copy = self._copy(entry)
         if copy is None:
             raise LocalTierError(f"{entry.key} is no longer on this host")
@@ -283,7 +283,7 @@ class CatchUp:
                     from_origin=copy.origin,
                     to_origin=OWN,
                 )
-            yield cast("IO[bytes]", Part(copy.file, 0, entry.size_bytes))  # without provenance
+            yield cast("IO[bytes]", FileRange(copy.file, 0, entry.size_bytes))  # without provenance
 
     def _check(self, entry: BundleEntry, blob: IO[bytes]) -> None:
         config, signatures = self._stash.config, self._stash.signatures
@@ -310,7 +310,7 @@ class CatchUp:
         outcome: Outcome
         began = monotonic()
         try:
-            with self._opened(entry) as blob:
+            with self._open_copy(entry) as blob:
                 self._check(entry, blob)
                 outcome = Sent.PUBLISHED if self._is_dry else self._upload(entry, blob)
         except LocalTierError as error:

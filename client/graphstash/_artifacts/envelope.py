@@ -17,6 +17,7 @@ import json
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any, BinaryIO, Final, Self, TypeAlias, cast
 
@@ -27,7 +28,7 @@ from graphstash.errors import Reason, VerificationError
 from graphstash_schema import ArtifactKey, DigestHasher
 from graphstash_schema.envelope import ENVELOPE_MAGIC, names_key, read_envelope_head
 
-__all__ = ["Nowhere", "Sealed", "Unsealed", "seal", "unseal"]
+__all__ = ["NullFile", "Sealed", "Unsealed", "seal", "unseal"]
 
 _CHUNK_BYTES: Final = 1024**2
 
@@ -82,7 +83,7 @@ def seal(key: ArtifactKey, payload: Path | bytes, into: IO[bytes]) -> Sealed:
         OSError: a file cannot be read or written, or the payload changes meanwhile: no publisher
             could replace an envelope with a wrong digest.
     """
-    with _opened(payload) as source:
+    with _open_payload(payload) as source:
         read = _Hashing(source)
         while read.read(_CHUNK_BYTES):
             pass
@@ -105,10 +106,10 @@ def seal(key: ArtifactKey, payload: Path | bytes, into: IO[bytes]) -> Sealed:
         into.seek(start)
         into.truncate()
         written = DigestHasher()
-        with _opened(payload) as source:
+        with _open_payload(payload) as source:
             again = _Hashing(source)
             try:
-                for chunk in _after(lead, _compressed(again, raw_size, window_log)):
+                for chunk in chain((lead,), _compress(again, raw_size, window_log)):
                     into.write(chunk)
                     written.update(chunk)
             except zstandard.ZstdError as error:
@@ -257,7 +258,7 @@ def _do_nothing(_: memoryview) -> None:
     pass
 
 
-def _opened(payload: Path | bytes) -> IO[bytes]:
+def _open_payload(payload: Path | bytes) -> IO[bytes]:
     return payload.open("rb") if isinstance(payload, Path) else io.BytesIO(payload)
 
 
@@ -278,8 +279,8 @@ class _Hashing:
         return chunk
 
 
-class Nowhere(io.RawIOBase, BinaryIO):
-    """Discards what is written, to verify a payload without storing it."""
+class NullFile(io.RawIOBase, BinaryIO):
+    """Discards all bytes, to verify a payload without storing it."""
 
     def writable(self) -> bool:
         return True
@@ -305,7 +306,7 @@ class _Joined:
         return b""
 
 
-def _compressed(source: "_Hashing", raw_size: int, window_log: int) -> Iterator[bytes]:
+def _compress(source: "_Hashing", raw_size: int, window_log: int) -> Iterator[bytes]:
     parameters = zstandard.ZstdCompressionParameters.from_level(
         3,
         source_size=raw_size,
@@ -315,8 +316,3 @@ def _compressed(source: "_Hashing", raw_size: int, window_log: int) -> Iterator[
     )
     compressor = zstandard.ZstdCompressor(compression_params=parameters)
     return compressor.read_to_iter(cast("IO[bytes]", source), size=raw_size)
-
-
-def _after(lead: bytes, chunks: Iterator[bytes]) -> Iterator[bytes]:
-    yield lead
-    yield from chunks

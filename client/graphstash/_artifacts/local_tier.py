@@ -72,14 +72,14 @@ _TOUCH_SECONDS: Final = 0.5
 """Seconds between two signals of a downloading process to waiting processes."""
 
 _QUIET_SECONDS: Final = 0.1
-"""Seconds before its first signal. Waiting processes need none for seconds. Most downloads end
-earlier, and create no file for signals, which on ext4 takes as much CPU time as the response."""
+"""Seconds before the first signal, which waiting processes need only after seconds. Most downloads
+end earlier and create no signal file, which on ext4 takes as much CPU time as the response."""
 
 _RECENT_SECONDS: Final = 2.0
 """Age up to which any signal is recent. A process may signal only once per second."""
 
 _ENDLESS: Final = 3600
-"""Size of the signal file while a process waits for a busy server without a limit."""
+"""Seconds in a signal (the size of its file) that stand for a wait without a limit."""
 
 _LOCK_POLL_SECONDS: Final = 0.02
 
@@ -608,7 +608,7 @@ def _size_of(path: Path) -> int | None:
 
 
 def _prepare(root: Path) -> Path:
-    """Create the folders of a tier, closed to other users.
+    """Create the folders of a tier, to which other users have no access.
 
     Returns:
         Path to the root through a descriptor, which stays open.

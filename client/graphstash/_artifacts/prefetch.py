@@ -18,7 +18,7 @@ from random import uniform
 from time import monotonic, sleep, time
 from typing import TYPE_CHECKING, Final, TypeAlias, TypeVar
 
-from graphstash._artifacts.envelope import Nowhere
+from graphstash._artifacts.envelope import NullFile
 from graphstash._artifacts.reader import Fetched, Reader
 from graphstash._artifacts.stash import Stash
 from graphstash._executor import BoundedExecutor
@@ -40,7 +40,7 @@ _WORKERS: Final = 8
 """Parallel downloads. More would take the server's capacity from other jobs."""
 
 _MIN_BYTES: Final = 4096
-"""Bytes that a smaller artifact counts as, because every request has a cost."""
+"""Minimum size by which an artifact is valued, because every request has a cost."""
 
 _MAX_COMPILE_SECONDS: Final = 3600.0
 """Maximum compile time that counts for the order: publishers may claim any time."""
@@ -146,7 +146,7 @@ class Prefetch:
         stash.standing.follow(stash.config.namespace, reply.newest_withdrawal, asked_at=asked_at)
         found = reply.found
         chosen, left = [], self._limit_bytes
-        for info in _shared(sorted(found, key=_value, reverse=True), writers):
+        for info in _share_by_writer(sorted(found, key=_value, reverse=True), writers):
             if info.size_bytes <= left:
                 left -= info.size_bytes
                 chosen.append(info.key)
@@ -168,7 +168,7 @@ class Prefetch:
         )
         outcome: Outcome
         try:
-            outcome = reader.read(key, Nowhere(), when_busy=self._wait)
+            outcome = reader.read(key, NullFile(), when_busy=self._wait)
             self._end_wait()
         except CacheError as error:
             _log.debug("not prefetched: %s", error)
@@ -223,7 +223,7 @@ class Prefetch:
         return pause
 
 
-def _shared(
+def _share_by_writer(
     found: "Iterable[ArtifactInfo]", writers: Mapping[ArtifactKey, int | None]
 ) -> "Sequence[ArtifactInfo]":
     """Reorder artifacts so that the writers who listed them get equal shares of the bytes.

@@ -271,7 +271,7 @@ class Reader:
             if self._between_chunks is not None:
                 self._between_chunks()
 
-        asked_at, before = time(), self._standing.state(namespace)
+        asked_at, before = time(), self._standing.deletion_mark(namespace)
         signal_progress()
         with self._tier.temporary() as envelope:
             with nullcontext() if is_prefetch else self._tier.downloading():
@@ -307,7 +307,7 @@ class Reader:
             origin = self._standing.origin
             self._tier.adopt(namespace, key, envelope, origin=origin, proof=proof)
         # If withdrawn copies were deleted during the download, this copy may have been missed.
-        is_late = self._standing.state(namespace) != before
+        is_late = self._standing.deletion_mark(namespace) != before
         if is_late and not self._standing.confirms(namespace, key, digest.sha256):
             self._tier.discard(namespace, key, origin=origin)
         return fetched

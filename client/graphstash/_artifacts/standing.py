@@ -189,7 +189,7 @@ class Standing:
             if isinstance(error, RefusedError):
                 _log.debug("graphstash: no copy of %s is used: %s", namespace, error)
             is_refused = isinstance(error, RefusedError) and error.status < 500
-            may_use = is_own or (not is_refused and self._was_reached(namespace))
+            may_use = is_own or (not is_refused and self._had_recent_contact(namespace))
             return Verdict.USE if may_use and not needs_confirmation else Verdict.IGNORE
         return self.verdict_of_answer(namespace, key, proof, stored, origin=origin)
 
@@ -202,8 +202,8 @@ class Standing:
         *,
         origin: str,
     ) -> Verdict:
-        """Return what to do with a copy if the server has bytes with the SHA-256 `stored` under its
-        key, or nothing (None).
+        """Return what to do with a copy. `stored` is the SHA-256 of the bytes that the server has
+        under the key of the copy, or None.
         """
         if self._is_withdrawn(namespace, key, proof):
             return Verdict.DELETE
@@ -267,11 +267,11 @@ class Standing:
         """Record that the server has sent these bytes, or confirmed that it stored them."""
         self._record(namespace, key, sha256, asked_at)
         self._share([_line(asked_at, namespace, key, sha256)])
-        self._reached(namespace)
+        self._record_contact(namespace)
 
-    def state(self, namespace: Namespace) -> object:
+    def deletion_mark(self, namespace: Namespace) -> object:
         """Return a value that changes before this host deletes withdrawn copies."""
-        return self._withdrawals.state(namespace)
+        return self._withdrawals.deletion_mark(namespace)
 
     def confirms(self, namespace: Namespace, key: ArtifactKey, sha256: str) -> bool:
         """Ask the server, even if an answer is known, whether it has these bytes under a key now.
@@ -286,20 +286,20 @@ class Standing:
         """Read the server's list if a look-up that was sent at `asked_at` reports new entries."""
         self._withdrawals.follow(namespace, newest, asked_at=asked_at)
 
-    def withdrawn(self, namespace: Namespace, named: Named, *, at: float) -> None:
+    def on_withdrawn(self, namespace: Namespace, named: Named, *, at: float) -> None:
         """See `Listener`."""
         for key, sha256 in named:
             self._record(namespace, key, f"{_WITHDRAWN}{sha256}", at)
         self._changes += bool(named)
         self._share([_line(at, namespace, key, f"{_WITHDRAWN}{sha256}") for key, sha256 in named])
 
-    def outdated(self, namespace: Namespace, *, before: float, is_for_run: bool) -> None:
+    def on_outdated(self, namespace: Namespace, *, before: float, is_for_run: bool) -> None:
         """See `Listener`."""
         self._drop_answers(namespace, before)
         if is_for_run:
             self._share([_line(before, namespace, _OUTDATED, "-")])
 
-    def moved(self, namespace: Namespace, start: ListPosition, end: ListPosition) -> None:
+    def on_moved(self, namespace: Namespace, start: ListPosition, end: ListPosition) -> None:
         """See `Listener`."""
         # If a line with a withdrawal could not be shared, the other processes must read the list.
         if self._is_shared_whole:
@@ -316,7 +316,7 @@ class Standing:
                 self._stored.pop(where, None)
         self._changes += 1
 
-    def _reached(self, namespace: Namespace) -> None:
+    def _record_contact(self, namespace: Namespace) -> None:
         if monotonic() - self._touched.get(namespace, -_TOUCH_SECONDS) < _TOUCH_SECONDS:
             return
         self._touched[namespace] = monotonic()
@@ -326,7 +326,7 @@ class Standing:
                 _write(self._folder / _ORIGIN, self._origin)
             _write(self._folder / namespace, "")
 
-    def _was_reached(self, namespace: Namespace) -> bool:
+    def _had_recent_contact(self, namespace: Namespace) -> bool:
         """Return whether this host reached the server within `offline_seconds`."""
         try:
             at = (self._folder / namespace).stat().st_mtime
@@ -375,7 +375,7 @@ class Standing:
         asked_at: float,
     ) -> Mapping[ArtifactKey, str]:
         """Record the server's response to a look-up, and return the answers by key."""
-        self._reached(namespace)
+        self._record_contact(namespace)
         answers = dict.fromkeys(batch, _ABSENT)
         answers |= {each.key: _sha256_of(each) for each in reply.found}
         answers |= {each.key: f"{_WITHHELD}{_sha256_of(each)}" for each in reply.withdrawn}

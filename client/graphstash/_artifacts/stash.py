@@ -11,7 +11,7 @@ from pathlib import Path
 from time import time
 from typing import IO, TYPE_CHECKING, Final, Self, TypeAlias
 
-from graphstash._artifacts.envelope import Nowhere, seal
+from graphstash._artifacts.envelope import NullFile, seal
 from graphstash._artifacts.local_tier import OWN, LocalTier
 from graphstash._artifacts.reader import Fetched, Reader, WhenBusy
 from graphstash._artifacts.run_downloads import RunDownloads
@@ -145,7 +145,7 @@ class Stash:
 
     def ensure_local(self, key: ArtifactKey) -> Fetched | None:
         """Copy an artifact to this host's disk without decompression. Otherwise like `fetch`."""
-        return self._reader.read(key, Nowhere())
+        return self._reader.read(key, NullFile())
 
     def is_on_this_host(self, key: ArtifactKey) -> bool:
         """Return whether the local tier has a copy, even if the copy does not verify."""

@@ -115,11 +115,11 @@ class HostPositions:
         self._replace(_GAP + namespace, f"{gap.position or '-'} {gap.start!r} {gap.end!r}")
 
     def announce(self, namespace: Namespace) -> None:
-        """Change `state`. Call it before deleting withdrawn copies."""
+        """Change `deletion_mark`. Call it before deleting withdrawn copies."""
         with suppress(OSError):  # a full disk must not prevent the deletion
             self._replace(_CHANGE + namespace, secrets.token_hex(8))
 
-    def state(self, namespace: Namespace) -> tuple[ListPosition, str]:
+    def deletion_mark(self, namespace: Namespace) -> tuple[ListPosition, str]:
         """Return a value that changes when copies may have been deleted.
 
         If it changes during a download, the downloaded artifact may be a withdrawn one.
@@ -151,13 +151,13 @@ class HostPositions:
 class Listener(Protocol):
     """Holds a server's answers in memory."""
 
-    def withdrawn(self, namespace: Namespace, named: Named, *, at: float) -> None:
+    def on_withdrawn(self, namespace: Namespace, named: Named, *, at: float) -> None:
         """Stop using artifacts with these digests, if they were received before `at`."""
 
-    def outdated(self, namespace: Namespace, *, before: float, is_for_run: bool) -> None:
+    def on_outdated(self, namespace: Namespace, *, before: float, is_for_run: bool) -> None:
         """Drop answers requested before a time, in this process or in all processes of the run."""
 
-    def moved(self, namespace: Namespace, start: ListPosition, end: ListPosition) -> None:
+    def on_moved(self, namespace: Namespace, start: ListPosition, end: ListPosition) -> None:
         """Record that the run has received all withdrawals between two positions."""
 
 
@@ -205,7 +205,7 @@ class Withdrawals:
             if namespace not in self._positions:
                 self._begin(namespace, position)
                 # Another run may have applied withdrawals, so older answers may be stale.
-                self._listener.outdated(namespace, before=asked_at, is_for_run=False)
+                self._listener.on_outdated(namespace, before=asked_at, is_for_run=False)
             if self._positions.get(namespace) != position:
                 self._start(namespace)
 
@@ -237,9 +237,9 @@ class Withdrawals:
             return False
         return gap.start <= stored_at < gap.end or stored_at > time()
 
-    def state(self, namespace: Namespace) -> object:
+    def deletion_mark(self, namespace: Namespace) -> object:
         """Return a value that changes when copies may have been deleted."""
-        return self._host.state(namespace)
+        return self._host.deletion_mark(namespace)
 
     def forget(self, namespace: Namespace) -> None:
         """Start over at the next look-up: this process may have missed withdrawals."""
@@ -328,13 +328,13 @@ class Withdrawals:
         with self._locked():
             self._host.write(namespace, reached)
             self._positions[namespace] = reached
-            self._listener.moved(namespace, position, reached)
+            self._listener.on_moved(namespace, position, reached)
             # A look-up may have reported a newer position meanwhile.
             if self._newest.get(namespace) == newest:
                 self._newest[namespace] = end
         if gap is not None and returned is not None:
             # The old list is back. Answers from the gap may be those of another server.
-            self._listener.outdated(namespace, before=time(), is_for_run=True)
+            self._listener.on_outdated(namespace, before=time(), is_for_run=True)
             self._host.write_gap(namespace, Gap(None, gap.end, time()))
         return True
 
@@ -363,7 +363,7 @@ class Withdrawals:
                 named.append((key, each.digest.partition(":")[2]))
         self._host.announce(namespace)
         # Memory first: until a file is deleted, another thread may open it.
-        self._listener.withdrawn(namespace, named, at=time())
+        self._listener.on_withdrawn(namespace, named, at=time())
         failure: LocalTierError | None = None
         for key, sha256 in named:
             is_withdrawn = partial(_has_digest, sha256=sha256)
@@ -398,7 +398,7 @@ class Withdrawals:
         now = time()
         self._host.announce(namespace)
         self._host.write_gap(namespace, Gap(known, 0.0, now))
-        self._listener.outdated(namespace, before=now, is_for_run=True)
+        self._listener.on_outdated(namespace, before=now, is_for_run=True)
 
 
 def _has_digest(proof: "Provenance", *, sha256: str) -> bool:

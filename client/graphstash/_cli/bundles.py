@@ -17,8 +17,8 @@ from rich.progress import Progress, TaskID
 
 from graphstash._artifacts.bundle import (
     Bundle,
+    BundledArtifact,
     BundleEntry,
-    Found,
     check_blob,
     line_of,
     write_bundle,
@@ -517,7 +517,7 @@ class _Import:
             "differing": self._differing,
         }
 
-    def _check(self, found: Found) -> None:
+    def _check(self, found: BundledArtifact) -> None:
         number, entry, blob = found
         try:
             check_blob(
@@ -550,7 +550,7 @@ class _Import:
                         describe(server, described)
                 describe(server, described)
 
-    def _publish_one(self, server: ServerClient, found: Found, there: str | None) -> None:
+    def _publish_one(self, server: ServerClient, found: BundledArtifact, there: str | None) -> None:
         entry = found.entry
         if there is None:
             metadata = self._metadata_of(found)
@@ -581,7 +581,7 @@ class _Import:
                 self._store_one(tier, found)
                 progress.advance(task, found.entry.size_bytes)
 
-    def _store_one(self, tier: LocalTier, found: Found) -> None:
+    def _store_one(self, tier: LocalTier, found: BundledArtifact) -> None:
         entry = found.entry
         if tier.has(self._config.namespace, entry.key):
             self._present += 1
@@ -605,7 +605,7 @@ class _Import:
                 raise tier.troubles[-1]
         self._imported += 1
 
-    def _metadata_of(self, found: Found) -> ArtifactMetadata:
+    def _metadata_of(self, found: BundledArtifact) -> ArtifactMetadata:
         """Return the metadata, signed with this host's key if the namespace changes."""
         entry = found.entry
         found.blob.seek(0)

@@ -119,7 +119,7 @@ class _Publication:
 
             catch_up = CatchUp(stash, server, with_any=True, done=done, is_dry=is_dry)
             try:
-                wanted = catch_up.wanted()
+                wanted = catch_up.find_publishable()
                 progress.update(task, total=sum(each.size_bytes for each in wanted))
                 catch_up.publish(wanted)
             finally:

@@ -122,7 +122,7 @@ class LateUploads:
         try:
             while True:
                 try:
-                    catch_up.publish(catch_up.wanted())
+                    catch_up.publish(catch_up.find_publishable())
                 except (TransportError, BusyError) as error:
                     _log.debug("not published later: %s", error)
                 else:
