@@ -150,8 +150,8 @@ def test_nested_compilation_counts_once_towards_the_limit_of_a_running_one(monke
     clock[0] = 100.0
     limit.begin(inner, None)
     clock[0] = 400.0
-    limit.compiled(300.0)
-    limit.ended(inner.key)
+    limit.add_compilation(300.0)
+    limit.end(inner.key)
     until(lambda: 400.0 in seen)
     clock[0] = 600.0  # 300 s of the inner compilation, and 200 s of the outer one since then
     limit.begin(later, None)

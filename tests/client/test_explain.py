@@ -204,6 +204,6 @@ def test_descriptions_are_sent_again_unless_the_server_refuses_them(error, sent)
     log = MissLog()
     for number in range(3):
         log.add(request(number), reason=None)
-        log.compiled(key(number), seconds=1, is_published=True)
+        log.record_compilation(key(number), seconds=1, is_published=True)
         log.send(Failing())
     assert asked == sent

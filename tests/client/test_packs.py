@@ -121,13 +121,13 @@ def test_slow_programs_and_programs_on_the_disk_are_later_looked_up_alone(jobs, 
     monkeypatch.setattr(module, "MAX_PACKED_SECONDS", -1.0)
     first, other = jobs("a"), jobs("b")
     assert first.packs.get(key(0)) is None
-    assert not first.packs.is_alone(key(0))
+    assert not first.packs.has_own_artifact(key(0))
     assert first.packs.put(key(0), b"slow") is not None
-    assert first.packs.is_alone(key(0))
+    assert first.packs.has_own_artifact(key(0))
     assert first.end().published == 0  # the hook publishes it
     first.stash.put(key(1), b"here", ArtifactMetadata(compile_seconds=1, raw_size_bytes=4))
     assert other.packs.get(key(0)) is None
-    assert [job.packs.is_alone(key(n)) for job in (other, first) for n in (0, 1)] == [
+    assert [job.packs.has_own_artifact(key(n)) for job in (other, first) for n in (0, 1)] == [
         *(True, False),
         *(True, True),
     ]
@@ -151,7 +151,7 @@ def test_noise_in_a_sound_pack_is_counted_and_programs_travel_alone(jobs, noise)
     metadata = ArtifactMetadata(compile_seconds=1, raw_size_bytes=len(noise))
     job.stash.put(job.name(0).key, noise, metadata)
     assert job.packs.get(key(0)) is None
-    assert job.packs.is_alone(key(0))
+    assert job.packs.has_own_artifact(key(0))
     assert job.fallbacks == {"corrupt": 1}
 
 
@@ -190,7 +190,7 @@ def test_full_chain_accepts_no_pack(jobs, monkeypatch):
     other = jobs("b")
     assert other.build((0,)) == {0}
     assert other.packs.get(key(1)) is None
-    assert other.packs.is_alone(key(1))
+    assert other.packs.has_own_artifact(key(1))
 
 
 @pytest.mark.parametrize(("limit", "value"), [("_FLUSH_SECONDS", 0.05), ("_MAX_ENTRIES", 2)])
@@ -243,7 +243,7 @@ def test_withheld_pack_is_not_uploaded_again_and_programs_travel_alone(jobs):
         other.build((number,))
         other.end()
     assert other.fallbacks == {"refused": 1}
-    assert other.packs.is_alone(key(3))
+    assert other.packs.has_own_artifact(key(3))
 
 
 def test_pack_that_the_server_never_accepts_is_uploaded_once(tmp_path):
@@ -254,7 +254,7 @@ def test_pack_that_the_server_never_accepts_is_uploaded_once(tmp_path):
                 job.end()
         assert job.fallbacks == {"refused": 1}
         assert failure.count == 1
-        assert job.packs.is_alone(key(3))
+        assert job.packs.has_own_artifact(key(3))
 
 
 def test_read_only_job_whose_disk_refuses_a_pack_keeps_it_for_later(jobs):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from graphstash._compile.explaining import Cause, cause_of, in_brief
+from graphstash._compile.explaining import Cause, brief_line, cause_of
 from graphstash_schema import ArtifactKey, ArtifactKind
 from graphstash_schema.explanation import (
     MAX_LABEL_CHARACTERS,
@@ -280,13 +280,13 @@ def test_cause_in_brief_names_only_parts_that_a_user_can_read(here, there, brief
 )
 def test_line_at_the_end_of_a_run_omits_uncertain_causes(briefs, page, line):
     causes = [Cause(brief, brief, keys=[KEY]) for brief in briefs]
-    assert in_brief(causes, missed=[KEY], misses=len(briefs), page=page) == line
-    assert in_brief(causes, missed=[], misses=1, page="http://x") == "missed 1 -> http://x"
+    assert brief_line(causes, missed=[KEY], misses=len(briefs), page=page) == line
+    assert brief_line(causes, missed=[], misses=1, page="http://x") == "missed 1 -> http://x"
 
 
 def test_line_at_the_end_of_a_run_counts_misses_that_are_not_explained():
     causes = [Cause("a", "A differs", keys=[KEY, KEY]), Cause("b", "B differs", keys=[KEY])]
-    line = in_brief(causes, missed=[KEY], misses=9, page="")
+    line = brief_line(causes, missed=[KEY], misses=9, page="")
     assert line == "missed 9: A differs (2 of 3 explained)"
 
 

@@ -32,19 +32,19 @@ class Together:
 def test_hits_one_after_another_save_the_sum_of_their_compilations():
     saved = SavedTime()
     for number in range(3):
-        saved.hit(number, number + 0.1, compile_seconds=10)
+        saved.add_hit(number, number + 0.1, compile_seconds=10)
     assert saved.wall_seconds == pytest.approx(3 * (10 - 0.1))
     slow = SavedTime()
-    slow.hit(0.0, 30.0, compile_seconds=10)
+    slow.add_hit(0.0, 30.0, compile_seconds=10)
     assert slow.wall_seconds == 0
 
 
 def test_savings_of_workers_follow_those_of_the_main_thread():
     saved = SavedTime()
-    saved.hit(0.0, 0.1, compile_seconds=60)
+    saved.add_hit(0.0, 0.1, compile_seconds=60)
     Together(
-        lambda: saved.hit(0.2, 0.3, compile_seconds=10),
-        lambda: saved.hit(0.2, 0.3, compile_seconds=10),
+        lambda: saved.add_hit(0.2, 0.3, compile_seconds=10),
+        lambda: saved.add_hit(0.2, 0.3, compile_seconds=10),
     )
     assert saved.wall_seconds == pytest.approx(60 + 10 - 0.2)
 
@@ -53,16 +53,16 @@ def test_savings_of_workers_follow_those_of_the_main_thread():
 def test_hit_saves_the_time_that_exceeds_a_concurrent_compilation(seconds, saved_seconds):
     saved = SavedTime()
     Together(
-        lambda: saved.hit(1.0, 1.1, compile_seconds=seconds),  # until 11 or 30
-        lambda: saved.compiled(20.0, seconds=20),
+        lambda: saved.add_hit(1.0, 1.1, compile_seconds=seconds),  # until 11 or 30
+        lambda: saved.add_compilation(20.0, seconds=20),
     )
     assert saved.wall_seconds == pytest.approx(saved_seconds)
 
 
 def test_a_hit_inside_a_compilation_of_the_same_thread_saves_its_own():
     saved = SavedTime()
-    saved.hit(5.0, 5.1, compile_seconds=25)
-    saved.compiled(6.0, seconds=6.0 - 0.1)  # the outer compilation, from 0.1 on
+    saved.add_hit(5.0, 5.1, compile_seconds=25)
+    saved.add_compilation(6.0, seconds=6.0 - 0.1)  # the outer compilation, from 0.1 on
     assert saved.wall_seconds == pytest.approx(25 - 0.1)
 
 
@@ -74,7 +74,7 @@ def test_independent_threads_save_time_of_the_busiest(works):
     saved = SavedTime()
 
     def work(seconds):
-        return lambda: [saved.hit(0.0, 0.0, compile_seconds=each) for each in seconds]
+        return lambda: [saved.add_hit(0.0, 0.0, compile_seconds=each) for each in seconds]
 
     Together(*map(work, works))
     assert saved.wall_seconds == pytest.approx(max(map(sum, works)))

@@ -43,10 +43,10 @@ def test_counters_add_up_and_report_the_first_fallback_of_a_reason():
     counters = Counters()
     counters.add(hits_host=1, wait_seconds=1.5)
     counters.add(hits_host=2)
-    assert counters.fallback(Reason.RESET)
-    assert not counters.fallback(Reason.RESET)
+    assert counters.count_fallback(Reason.RESET)
+    assert not counters.count_fallback(Reason.RESET)
     for kind in ("jax", "triton"):
-        counters.uncached(ArtifactKey.parse(kind, "cpu", "a" * 64))
+        counters.count_uncached(ArtifactKey.parse(kind, "cpu", "a" * 64))
     snapshot = counters.snapshot()
     assert (snapshot.hits_host, snapshot.wait_seconds) == (3, 1.5)
     assert (snapshot.fallbacks, snapshot.uncached) == ({"reset": 2}, 2)
@@ -96,6 +96,6 @@ faulthandler.dump_traceback_later(30, exit=True)
 counters = Counters()
 signal.signal(signal.SIGUSR1, lambda *_: print(counters.snapshot().hits))
 key = ArtifactKey.parse("jax", "cpu-x86_64", "0" * 64)
-counters.hit(key, "host", began=Moment(), compile_seconds=1.0)
+counters.count_hit(key, "host", began=Moment(), compile_seconds=1.0)
 """
     assert python(program, check=True).stdout == "1\n"

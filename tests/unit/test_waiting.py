@@ -86,7 +86,7 @@ def test_successful_waits_cost_at_most_three_budgets(wait):
 
 def test_a_wait_that_would_end_before_a_compilation_does_not_begin(wait, budget):
     for seconds in (30.0, 50.0):
-        budget.compiled(seconds)
+        budget.add_compilation(seconds)
     assert wait("a", 20) == 20
     assert wait("a", 20) == 0.0
     assert "compiling takes 40 s here on average" in budget.reason_to_skip("a")
@@ -176,7 +176,7 @@ def wait_for(budget, clock, error, *, compile_seconds=None):
 
 
 def test_busy_server_is_awaited_until_compiling_is_quicker(budget, clock):
-    budget.compiled(1e6)  # the average of other graphs must not count
+    budget.add_compilation(1e6)  # the average of other graphs must not count
     assert wait_for(budget, clock, busy(2.0), compile_seconds=1.0) == 0.0
     assert 10.0 < wait_for(budget, clock, busy(2.0), compile_seconds=10.0) <= 12.0
     # Longer than the server's share of the budget.

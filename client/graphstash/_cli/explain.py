@@ -24,7 +24,7 @@ from graphstash._cli.output import (
     say,
     shown,
 )
-from graphstash._compile.explaining import Cause, Earlier, cause_of, causes_of, text_of
+from graphstash._compile.explaining import Cause, EarlierRuns, cause_of, causes_of, format_causes
 from graphstash._http.client import ServerClient
 from graphstash._process.run_record import ProcessRecord, read_earlier_runs, read_last_run
 from graphstash.config import ClientConfig
@@ -113,7 +113,7 @@ def explain(
     say(f"{command}: {plural(hits, 'hit')}, {_counted(misses, records or (), which)}")
     for note in notes:
         say(shown(note, most=400))
-    for line in text_of(causes):
+    for line in format_causes(causes):
         say(line)
 
 
@@ -133,7 +133,7 @@ def _causes(
     earlier: Sequence[ProcessRecord] = ()
     with suppress(OSError):
         earlier = read_earlier_runs(config.cache_dir, before=started_at)
-    on_disk = Earlier(
+    on_disk = EarlierRuns(
         compiled=[
             (
                 description,
@@ -197,7 +197,7 @@ def _explain_stored(config: ClientConfig, prefix: str, *, as_json: bool) -> None
         say("nothing else like it is stored")
         return
     say(f"compared with its nearest relative: {cause.text}")
-    for line in text_of([cause])[2:]:
+    for line in format_causes([cause])[2:]:
         say(line)
 
 

@@ -71,7 +71,7 @@ _HOLDER_CHARACTERS: Final = 128
 """Maximum length of a holder's name, as in `LeaseRequest`. `WaitBudget` stores the names, and a
 malicious server may return a new name in each reply."""
 
-_OWN_COMPILE: Final = "this process compiles something itself, which that one may wait for"
+_OWN_COMPILE: Final = "this process is compiling, and the other one may wait for its result"
 """Reason not to wait: two processes could wait for each other, see `InFlightCompile.is_awaited`."""
 
 _DAMAGED: Final = (
@@ -212,25 +212,25 @@ class CompileCache:
         wanted = True
         held: HeldLease | None = None
         try:
-            is_found = self._found(key, destination, since=monotonic()) is not None
+            is_found = self._fetch_and_count(key, destination, since=monotonic()) is not None
             if not is_found and lease and not self.stash.server.is_read_only:
                 is_found, held = self._wait_if_allowed(key, destination)
             if is_found:
                 return None
             refused = self._refused.pop(key, None)
-            count = self.counters.miss if refused is None else self.counters.uncached
+            count = self.counters.count_miss if refused is None else self.counters.count_uncached
             if not request.is_optional:
                 count(key)
         except CacheError as error:
             self.record_fallback(error)
-            self.counters.uncached(key)
+            self.counters.count_uncached(key)
             fallback_reason = error.reason
             # The server refuses an upload while it stores the artifact that failed verification.
             # It removes the artifact only if it finds that its own bytes are damaged.
-            wanted = error.reason not in _DAMAGED or self._is_healed(key, error.reason)
+            wanted = error.reason not in _DAMAGED or self._verify_on_server(key, error.reason)
         except Exception as error:  # noqa: BLE001 - the hook's outermost frame: training goes on
             self.record_fallback(error)
-            self.counters.uncached(key)
+            self.counters.count_uncached(key)
             fallback_reason = Reason.INTERNAL
         try:
             reason = fallback_reason or refused
@@ -249,7 +249,7 @@ class CompileCache:
 
     def note_optional_miss(self, request: CompileRequest) -> None:
         """Count the miss of an `is_optional` request, when the compiler stores the artifact."""
-        self.counters.miss(request.key)
+        self.counters.count_miss(request.key)
         self.log.add(request, reason=None)
 
     def refuse(self, request: CompileRequest, why: str) -> None:
@@ -262,14 +262,14 @@ class CompileCache:
         """Count an unshareable program, which `explain` and `doctor` show."""
         error = CacheError(Reason.UNSHAREABLE, why)
         self.record_fallback(error)
-        self.counters.uncached(request.key)
+        self.counters.count_uncached(request.key)
         self.log.add(request, reason=error.reason, detail=error.detail)
 
     def reject(self, key: ArtifactKey, detail: str) -> None:
         """Count an artifact that the compiler could not load, and delete this host's copy."""
         self.stash.forget(key)
         self.record_fallback(CacheError(Reason.REJECTED, detail))
-        self.counters.uncached(key)
+        self.counters.count_uncached(key)
         if self.limit is not None:
             self.limit.check(CompileRequest(key), Reason.REJECTED)
 
@@ -281,7 +281,7 @@ class CompileCache:
     def try_fetch(self, key: ArtifactKey, destination: Destination) -> bool:
         """Write the payload to `destination`. Return False on a miss or failure. Never raises."""
         try:
-            return self._found(key, destination, since=monotonic()) is not None
+            return self._fetch_and_count(key, destination, since=monotonic()) is not None
         except Exception as error:  # noqa: BLE001 - the hook's outermost frame: training goes on
             self.record_fallback(error)
         return False
@@ -292,9 +292,11 @@ class CompileCache:
         """Publish an artifact. Return whether the server has an artifact of this key now, perhaps
         with other bytes. Never raises.
         """
-        self.waits.compiled(metadata.compile_seconds)
+        self.waits.add_compilation(metadata.compile_seconds)
         is_published = self._store(key, payload, metadata, local_only=local_only)
-        self.log.compiled(key, seconds=metadata.compile_seconds, is_published=is_published)
+        self.log.record_compilation(
+            key, seconds=metadata.compile_seconds, is_published=is_published
+        )
         if self.log.is_full:
             self.log.send(self.stash.server)
         return is_published
@@ -314,7 +316,7 @@ class CompileCache:
             return True
         except Exception as error:  # noqa: BLE001 - a background thread's outermost frame
             self.record_fallback(error)
-            self.log.not_sent(key, str(error))
+            self.log.record_failed_upload(key, str(error))
             return False
         self._count_tier_errors()
         if sent:
@@ -340,7 +342,7 @@ class CompileCache:
             fetched = self._fetch(key, payload)
         except CacheError as error:
             self.record_fallback(error)
-            is_gone = self._is_healed(key, error.reason)
+            is_gone = self._verify_on_server(key, error.reason)
             return None if is_gone else FetchedPack(None, trouble=error.reason)
         except Exception as error:  # noqa: BLE001 - the hook's outermost frame: training goes on
             self.record_fallback(error)
@@ -397,7 +399,7 @@ class CompileCache:
         self._count_fallback(error)
 
     def _count_fallback(self, error: CacheError) -> None:
-        if self.counters.fallback(error.reason):
+        if self.counters.count_fallback(error.reason):
             _log.warning(
                 "graphstash: %s; the job goes on (further %r errors are counted, not logged)",
                 error,
@@ -408,14 +410,14 @@ class CompileCache:
         """Remove a compilation that has ended."""
         self._open.discard(compilation)
         if self.limit is not None:
-            self.limit.ended(compilation.key)
+            self.limit.end(compilation.key)
 
-    def compiled(self, key: ArtifactKey, *, seconds: float) -> None:
+    def count_compilation(self, key: ArtifactKey, *, seconds: float) -> None:
         """Count a compilation that this thread has just finished."""
-        self.counters.compiled(key, seconds=seconds)
+        self.counters.count_compilation(key, seconds=seconds)
         if self.limit is not None:
-            self.limit.compiled(seconds)
-            self.limit.ended(key)
+            self.limit.add_compilation(seconds)
+            self.limit.end(key)
 
     def abandon_unfinished(self) -> None:
         """Release the leases of running compilations. Uploads continue."""
@@ -453,8 +455,8 @@ class CompileCache:
             self.limit.begin(request, fallback_reason)
         return compilation
 
-    def _is_healed(self, key: ArtifactKey, reason: Reason) -> bool:
-        """After a digest mismatch, let the server verify; return whether it removed the bytes."""
+    def _verify_on_server(self, key: ArtifactKey, reason: Reason) -> bool:
+        """After a digest mismatch, let the server check its bytes. Return whether it drops them."""
         if reason is not Reason.DIGEST_MISMATCH or self.stash.server.is_read_only:
             return False
         try:
@@ -463,11 +465,13 @@ class CompileCache:
             _log.debug("the server cannot verify %s: %r", key, error)
             return False
 
-    def _found(self, key: ArtifactKey, destination: Destination, *, since: float) -> Fetched | None:
+    def _fetch_and_count(
+        self, key: ArtifactKey, destination: Destination, *, since: float
+    ) -> Fetched | None:
         """Fetch the artifact and count a hit. `since` is the start of this thread's look-up."""
         fetched = self._fetch(key, destination)
         if fetched is not None:
-            self.counters.hit(
+            self.counters.count_hit(
                 key,
                 self._source_of(key, fetched),
                 began=since,
@@ -615,7 +619,9 @@ class CompileCache:
                     case schema.LeaseState.GRANTED:
                         return False, self._hold(key, reply)
                     case schema.LeaseState.READY:
-                        if (found := self._found(key, destination, since=started)) is not None:
+                        if (
+                            found := self._fetch_and_count(key, destination, since=started)
+                        ) is not None:
                             wait.saved_seconds = found.compile_seconds
                             if wait.has_begun:
                                 self.counters.add(waits=1, wait_seconds=monotonic() - started)

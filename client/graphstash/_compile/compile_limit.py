@@ -65,18 +65,15 @@ class CompileLimit:
             return
         what = self._name(request)
         if self._fails_on_miss:
-            why = (
-                "the cache does not have it"
-                if reason is None
-                else f"the cache could not help ({reason})"
-            )
-            status = STATUS_WOULD_COMPILE if reason is None else STATUS_NO_CACHE
+            why, status = "the cache does not have it", STATUS_WOULD_COMPILE
+            if reason is not None:
+                why, status = f"the cache could not help ({reason})", STATUS_NO_CACHE
             self._end(f"{what} would be compiled: {why} (GRAPHSTASH_FAIL_ON_MISS)", status=status)
         if self._most and (spent := self._spent_in_run()) >= self._most:
-            self._end_at_limit(spent, what)
+            self._end_at_limit(spent, f"{what} would be compiled")
 
     def begin(self, request: CompileRequest, reason: Reason | None) -> None:
-        """Call `check`, then count time for this compilation until `ended`."""
+        """Call `check`, then count the time of this compilation until `end`."""
         self.check(request, reason)
         if not self._most or not request.is_compiled:
             return
@@ -91,7 +88,7 @@ class CompileLimit:
                     self._watcher = watcher
             self._changed.notify_all()
 
-    def compiled(self, seconds: float) -> None:
+    def add_compilation(self, seconds: float) -> None:
         """Add the time of a finished compilation."""
         with self._changed:
             self._spent += seconds
@@ -101,8 +98,8 @@ class CompileLimit:
                 with suppress(OSError), self._shared.open("ab", buffering=0) as file:
                     file.write(f"{seconds:.3f}\n".encode())
 
-    def ended(self, key: ArtifactKey) -> None:
-        """Stop counting time for the compilation of a key."""
+    def end(self, key: ArtifactKey) -> None:
+        """Stop counting the time of the compilation of a key."""
         with self._changed:
             if self._running.pop(key, None) is not None:
                 self._last_end = monotonic()
@@ -121,7 +118,7 @@ class CompileLimit:
                 if left <= 0:
                     break
                 self._changed.wait(min(left, _LOOK_SECONDS))  # other processes may add time
-        self._end_at_limit(self._most, "a compilation that has not ended")
+        self._end_at_limit(self._most, "a compilation has not ended")
 
     def _spent_in_run(self) -> float:
         """Return the recorded compile time of all processes of the run on this host."""
@@ -131,8 +128,8 @@ class CompileLimit:
         return self._spent
 
     def _end_at_limit(self, spent: float, what: str) -> None:
-        text = f"{what} comes after {spent:.0f} s of compiling, and the limit is {self._most:g} s"
-        self._end(f"{text} (GRAPHSTASH_MAX_COMPILE_SECONDS)", status=STATUS_WOULD_COMPILE)
+        limit = f"the limit is {self._most:g} s (GRAPHSTASH_MAX_COMPILE_SECONDS)"
+        self._end(f"{what} after {spent:.0f} s of compiling; {limit}", status=STATUS_WOULD_COMPILE)
 
     def _name(self, request: CompileRequest) -> str:
         label = printable(request.label, most=_LABEL_CHARACTERS)

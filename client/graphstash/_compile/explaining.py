@@ -31,13 +31,13 @@ from graphstash_schema.names import printable
 
 __all__ = [
     "Cause",
-    "Earlier",
+    "EarlierRuns",
     "Explainer",
+    "brief_line",
     "cause_of",
     "causes_of",
-    "in_brief",
+    "format_causes",
     "label_of",
-    "text_of",
 ]
 
 _MAX_ASKED = 64
@@ -50,7 +50,7 @@ _SHOWN_LABELS = 4
 _SHOWN_NAMES = 2
 _NAME_CHARACTERS = 40
 
-_STATES: Final[Mapping[str, str]] = {
+_MEANINGS: Final[Mapping[str, str]] = {
     Reason.BUSY: "the server was busy",
     Reason.CIRCUIT_OPEN: "the server did not answer earlier calls, so it was not asked",
     Reason.CONNECT: "the server was down or unreachable",
@@ -63,14 +63,14 @@ _STATES: Final[Mapping[str, str]] = {
     Reason.UNSIGNED: "it is stored, but a signature is required and it has none",
     Reason.WAIT_BUDGET: "another job was compiling it, and this job stopped waiting",
 }
-"""What a reason says about the state of the server or the artifact."""
+"""Meaning of a reason, as a sentence about the server or the artifact."""
 
 _REMOVED: Final = {
     "delete": ("it was deleted", "deleted"),
     "evict": ("it was evicted", "evicted"),
     "withhold": ("it is withheld since it was reported", "withheld"),
 }
-"""What an action of the audit log did to an artifact: as a sentence, and in brief."""
+"""Effect of an action in the audit log on an artifact: as a sentence, and in brief."""
 
 
 @dataclass(slots=True)
@@ -95,13 +95,13 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True)
-class Earlier:
-    """What earlier runs left on this host.
+class EarlierRuns:
+    """Records of earlier runs on this host.
 
     Attributes:
-        compiled: Programs that they compiled, with the time and the namespace.
-        unsent: Why the latest upload of a program to the namespace failed, or "", and the start of
-            the process in seconds since 1970, by key.
+        compiled: Programs that the runs compiled, with the time and the namespace.
+        unsent: By key, why the latest upload to the namespace failed, or "", and the start of its
+            process in seconds since 1970.
     """
 
     compiled: Sequence[tuple[Description, datetime, Namespace]] = ()
@@ -111,14 +111,14 @@ class Earlier:
 class Explainer:
     """Explains misses one by one.
 
-    Asks the server no more after its limit and after the first error. Then it compares with what
-    earlier runs on this host compiled.
+    After the limit or the first error, it asks the server no more, and compares misses with the
+    programs that earlier runs on this host compiled.
 
     Args:
         server: Server that finds the nearest artifacts, for at most 64 misses.
         started_at: Start of the run that missed them, in seconds since 1970. Artifacts that were
             stored later are not compared, because the run itself may have published them.
-        earlier: What earlier runs left on this host, if known.
+        earlier: Records of earlier runs on this host, if known.
         until: Time of `time.monotonic` after which the server is not asked.
     """
 
@@ -127,7 +127,7 @@ class Explainer:
         server: ServerClient,
         *,
         started_at: float,
-        earlier: Earlier | None = None,
+        earlier: EarlierRuns | None = None,
         until: float = math.inf,
     ) -> None:
         self._server = server
@@ -145,7 +145,7 @@ class Explainer:
     def explain(self, description: Description, reason: str | None) -> Cause:
         """Return the cause of one miss, without its label."""
         if reason is not None:
-            return Cause(_trouble(reason), is_miss=False)
+            return Cause(_describe_reason(reason), is_miss=False)
         if self._asked == _MAX_ASKED or monotonic() > self._until:
             return Cause(
                 f"not explained: a run explains at most {_MAX_ASKED} misses in {_MAX_SECONDS:g} s"
@@ -158,8 +158,8 @@ class Explainer:
             except CacheError as error:
                 self._failure = error
         if self._failure is not None:
-            return _from_disk(description, self._earlier, self._failure)
-        if why := _unsent(self._earlier or Earlier(), description.key, answer.removal):
+            return _compare_with_earlier_runs(description, self._earlier, self._failure)
+        if why := _upload_failure(self._earlier or EarlierRuns(), description.key, answer.removal):
             return Cause(f"an earlier run on this host compiled it, but its upload failed ({why})")
         cause = cause_of(answer, missed=description.key, read=self._server.config.readable)
         if PACK_PART in description.program and not answer.relatives:
@@ -172,7 +172,7 @@ def causes_of(
     misses: Sequence[tuple[Description, str | None]],
     *,
     started_at: float,
-    earlier: Earlier | None = None,
+    earlier: EarlierRuns | None = None,
     known: Mapping[ArtifactKey, Cause] | None = None,
 ) -> list[Cause]:
     """Return the causes of misses, the most frequent first. A reason of None means a plain miss."""
@@ -188,7 +188,7 @@ def causes_of(
     return sorted(causes.values(), key=lambda each: -len(each.labels))
 
 
-def in_brief(
+def brief_line(
     causes: Sequence[Cause], *, missed: Container[ArtifactKey], misses: int, page: str
 ) -> str:
     """Return one line with the number of misses, their most frequent cause, and a link.
@@ -211,20 +211,22 @@ def in_brief(
     return f"{line} -> {page}" if page else line if counts else ""
 
 
-def _unsent(earlier: Earlier, key: ArtifactKey, removal: Removal | None) -> str:
+def _upload_failure(earlier: EarlierRuns, key: ArtifactKey, removal: Removal | None) -> str:
     """Return why the latest upload failed, or "" if the artifact was removed after it."""
     why, at = earlier.unsent.get(key, ("", 0.0))
     return "" if removal is not None and removal.at.timestamp() > at else why
 
 
-def _trouble(reason: str) -> str:
-    """Return why the cache could not help as a sentence. `reason` is that of `Miss.trouble`."""
-    known = _STATES.get(reason.partition(":")[0])
+def _describe_reason(reason: str) -> str:
+    """Return a sentence about `Miss.trouble`: why the cache could not help."""
+    known = _MEANINGS.get(reason.partition(":")[0])
     return f"the cache could not help ({reason})" + (f": {known}" if known else "")
 
 
-def _from_disk(missed: Description, earlier: Earlier | None, failure: CacheError) -> Cause:
-    """Compare with what earlier runs on this host compiled."""
+def _compare_with_earlier_runs(
+    missed: Description, earlier: EarlierRuns | None, failure: CacheError
+) -> Cause:
+    """Compare a miss with the programs that earlier runs on this host compiled."""
     why = f"the server cannot be asked ({_reason_of(failure)})"
     if earlier is None:
         return Cause(f"not explained: {why}")
@@ -260,7 +262,7 @@ def _reason_of(failure: CacheError) -> str:
     reason = failure.reason
     if isinstance(failure, RefusedError) and failure.code is ErrorCode.NOT_FOUND:
         reason = Reason.FORBIDDEN
-    return f"{reason}: {_STATES[reason]}" if reason in _STATES else str(reason)
+    return f"{reason}: {_MEANINGS[reason]}" if reason in _MEANINGS else str(reason)
 
 
 def _is_same_body(one: Description, other: Description) -> bool:
@@ -268,7 +270,7 @@ def _is_same_body(one: Description, other: Description) -> bool:
     return bool(identity) and identity == identity_of(other.program)
 
 
-def text_of(causes: Sequence[Cause]) -> list[str]:
+def format_causes(causes: Sequence[Cause]) -> list[str]:
     """Return the causes as lines for a terminal."""
     lines = []
     for cause in causes:
@@ -280,7 +282,7 @@ def text_of(causes: Sequence[Cause]) -> list[str]:
         shown = ", ".join(labels[:_SHOWN_LABELS]) + (f" and {more} more" if more > 0 else "")
         lines.append(f"    {shown}")
         if cause.nearest is not None:
-            lines.append(f"    nearest: {_origin(cause.nearest)}")
+            lines.append(f"    nearest: {_describe_origin(cause.nearest)}")
     return lines
 
 
@@ -296,7 +298,7 @@ def cause_of(
     """
     nearest = answer.relatives[0] if answer.relatives else None
     if answer.removal is not None:
-        return _removed(answer.removal)
+        return _cause_of_removal(answer.removal)
     if nearest is None:
         unknown = ""
         if answer.undescribed:
@@ -306,11 +308,11 @@ def cause_of(
         text = f"new program: nothing like it is stored{partly}{unknown}"
         return Cause(text, "" if partly or unknown else _NEW)
     if not nearest.differences:
-        return _alike(nearest, missed or nearest.key, read)
-    return Cause(_differences(nearest.differences), _names(nearest.differences), nearest=nearest)
+        return _cause_of_equal(nearest, missed or nearest.key, read)
+    return Cause(_differences(nearest.differences), _brief_of(nearest.differences), nearest=nearest)
 
 
-def _alike(nearest: Relative, missed: ArtifactKey, read: Sequence[Namespace]) -> Cause:
+def _cause_of_equal(nearest: Relative, missed: ArtifactKey, read: Sequence[Namespace]) -> Cause:
     """Return why an artifact with the same description was not used."""
     if missed.device_type != nearest.key.device_type:
         text = f"device type: {missed.device_type} here, {nearest.key.device_type} there"
@@ -323,8 +325,8 @@ def _alike(nearest: Relative, missed: ArtifactKey, read: Sequence[Namespace]) ->
     return Cause(f"it is {stored}which was not read", f"{stored}not read", nearest=nearest)
 
 
-def _removed(removal: Removal) -> Cause:
-    """Return when an artifact was taken away. Say by whom if the server does."""
+def _cause_of_removal(removal: Removal) -> Cause:
+    """Return when an artifact was removed, and by whom if the server says so."""
     done, brief = _REMOVED.get(removal.action, (printable(removal.action, most=32), ""))
     if removal.action == "evict" and removal.reason == "retention":
         done = "it has expired: evicted"
@@ -342,7 +344,7 @@ def _differences(differences: Sequence[Difference]) -> str:
     return "; ".join(dict.fromkeys(shown))
 
 
-def _names(differences: Sequence[Difference]) -> str:
+def _brief_of(differences: Sequence[Difference]) -> str:
     """Return which parts differ, or "" if only the compiler can read them."""
     names = [name for name in map(name_of, differences) if name]
     shown = [printable(name, most=_NAME_CHARACTERS) for name in names[:_SHOWN_NAMES]]
@@ -354,7 +356,7 @@ def _names(differences: Sequence[Difference]) -> str:
     return "".join(f"{name} differ{'' if re.search('[a-z]s$', name) else 's'}" for name in shown)
 
 
-def _origin(nearest: Relative) -> str:
+def _describe_origin(nearest: Relative) -> str:
     made = f" by {printable(nearest.producer, most=64)}" if nearest.producer else ""
     age = format_seconds(max(0.0, (datetime.now(UTC) - nearest.created_at).total_seconds()))
     name = printable(nearest.label, most=80) or str(nearest.key)[:80]

@@ -125,7 +125,7 @@ class _UnnamedFile:
 class Owner(Protocol):
     """The interface of a cache that its compilations use."""
 
-    def compiled(self, key: ArtifactKey, *, seconds: float) -> None:
+    def count_compilation(self, key: ArtifactKey, *, seconds: float) -> None:
         """Count a compilation that this thread has just finished."""
 
     def store(
@@ -193,7 +193,7 @@ class InFlightCompile:
         self.is_compiling = False
         self._done = done
         self._unsent = (payload, compile_seconds)
-        self._owner.compiled(self.key, seconds=compile_seconds)
+        self._owner.count_compilation(self.key, seconds=compile_seconds)
 
         def work() -> None:
             outcome = schema.LeaseOutcome.FAILED

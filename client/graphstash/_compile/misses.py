@@ -128,7 +128,7 @@ class MissLog:
         except Exception:  # noqa: BLE001 - an explanation must not break a training step
             _log.debug("parts of %s cannot be described", key, exc_info=True)
 
-    def compiled(self, key: ArtifactKey, *, seconds: float, is_published: bool) -> None:
+    def record_compilation(self, key: ArtifactKey, *, seconds: float, is_published: bool) -> None:
         """Record the end of a compilation. `send` describes the artifact if it is published."""
         with self._lock:
             miss = self._misses.get(key)
@@ -137,7 +137,7 @@ class MissLog:
                 if is_published:
                     self._published.append(miss.description)
 
-    def not_sent(self, key: ArtifactKey, why: str) -> None:
+    def record_failed_upload(self, key: ArtifactKey, why: str) -> None:
         """Record why the upload of a result failed."""
         with self._lock:
             miss = self._misses.get(key)

@@ -8,7 +8,7 @@ compilation. Therefore a job fetches a pack before its first small program, and 
     flush      publish that pack, 30 s after its first result and at the end of the job
 
 Like any other artifact, a pack is verified before use and never overwritten. The packs of a job
-form a chain, `name(0)`, `name(1)`, ..., which ends at the first missing pack. Small programs become
+form a chain, numbered from 0, which ends at the first missing pack. Small programs become
 artifacts of their own, like large ones, if a pack is unusable, the server refuses the next one, or
 the chain has its maximum length.
 
@@ -54,7 +54,7 @@ _FLUSH_SECONDS: Final = 30.0
 _MAX_CONFLICTS: Final = 3
 """Maximum attempts to publish a pack, while other jobs publish packs with the same number."""
 
-_Name: TypeAlias = Callable[[int], CompileRequest]
+_RequestFor: TypeAlias = Callable[[int], CompileRequest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +70,11 @@ class _Entry:
 class Packs:
     """The small programs of one job. Thread-safe.
 
-    `name` returns the request for the pack with a number, the same in every run of a job.
+    `request_for` returns the request for the pack with a number, the same in every run of a job.
     """
 
-    def __init__(self, cache: CompileCache, name: _Name) -> None:
-        self.name = name
+    def __init__(self, cache: CompileCache, request_for: _RequestFor) -> None:
+        self.request_for = request_for
         self._cache = cache
         # Held while a thread reads or extends the chain. Guards `_unsent` and the fields from
         # `_is_read` to `_packed`. Reentrant, because a signal handler in the same thread may
@@ -98,7 +98,7 @@ class Packs:
         self._timer: threading.Timer | None = None
 
     def get(self, key: ArtifactKey) -> bytes | None:
-        """Return the payload. None: look up the program's artifact if `is_alone`, else compile."""
+        """Return the payload. None: look up the artifact if `has_own_artifact`, else compile."""
         began = monotonic()
         is_counted = False  # whether this call has counted the trouble
         if began - self._read_at > RECHECK_SECONDS or self._cache.withdrawals != self._withdrawals:
@@ -106,20 +106,20 @@ class Packs:
         if key not in self._entries and not self._is_read:
             is_counted = self._read_for(key)
         entry = self._entries.get(key)
-        if entry is None and not self.is_alone(key):
+        if entry is None and not self.has_own_artifact(key):
             if self._trouble is None:
-                self._cache.counters.miss(key)
+                self._cache.counters.count_miss(key)
             else:
-                self._cache.counters.uncached(key)
+                self._cache.counters.count_uncached(key)
                 if not is_counted:
-                    self._cache.counters.fallback(self._trouble)
+                    self._cache.counters.count_fallback(self._trouble)
             if self._cache.limit is not None:
                 self._cache.limit.check(CompileRequest(key), self._trouble)
             with self._lock:
                 self._started_at[key] = monotonic()
         if entry is None or entry.payload is None:
             return None
-        self._cache.counters.hit(
+        self._cache.counters.count_hit(
             key, entry.source, began=began, compile_seconds=entry.compile_seconds
         )
         return entry.payload
@@ -130,11 +130,11 @@ class Packs:
         def details() -> Mapping[str, str]:
             from graphstash_schema.explanation import PACK_PART  # only a job with misses needs it
 
-            return {**request.details(), PACK_PART: self.name(0).label}
+            return {**request.details(), PACK_PART: self.request_for(0).label}
 
         self._cache.log.add(replace(request, details=details), reason=self._trouble)
 
-    def is_alone(self, key: ArtifactKey) -> bool:
+    def has_own_artifact(self, key: ArtifactKey) -> bool:
         """Return whether the program has, or will have, an artifact of its own."""
         entry = self._entries.get(key)
         if entry is not None:
@@ -166,9 +166,9 @@ class Packs:
                 self._cache.publisher.start()  # an exiting process cannot start its thread
         if not fits:
             return seconds
-        self._cache.waits.compiled(seconds)
-        self._cache.compiled(key, seconds=seconds)
-        self._cache.log.compiled(key, seconds=seconds, is_published=False)
+        self._cache.waits.add_compilation(seconds)
+        self._cache.count_compilation(key, seconds=seconds)
+        self._cache.log.record_compilation(key, seconds=seconds, is_published=False)
         return None
 
     def reject(self, key: ArtifactKey) -> None:
@@ -203,7 +203,7 @@ class Packs:
                 if not entries or self._next >= _MAX_PACKS:
                     return
                 number = self._end = self._next
-            request = self.name(number)
+            request = self.request_for(number)
             payload = _pack(entries)
             metadata = request.metadata(
                 compile_seconds=sum(each.compile_seconds for each in entries.values()),
@@ -254,7 +254,7 @@ class Packs:
         """
         while self._next < self._end and (until is None or until not in self._entries):
             number = self._next
-            key = self.name(number).key
+            key = self.request_for(number).key
             fetched = self._cache.fetch_pack(key)
             self._trouble = None if fetched is None else fetched.trouble
             if fetched is None or fetched.payload is None:
@@ -285,7 +285,7 @@ def _pack(entries: Mapping[ArtifactKey, _Entry]) -> bytes:
     return b"".join((struct.pack(">I", len(head)), head, *payloads))
 
 
-def _entry_bytes(size: int) -> int:
+def _check_entry_size(size: int) -> int:
     """Check a size from a pack's table. Negative sizes would let entries overlap."""
     if not 0 <= size <= _MAX_ENTRY_BYTES:
         raise ValueError(f"an entry of {size} bytes; at most {_MAX_ENTRY_BYTES}")
@@ -306,7 +306,7 @@ def _unpack(pack: FetchedPack, payload: bytes) -> dict[ArtifactKey, _Entry]:
         for name, size in table:
             key, part = ArtifactKey.parse(*name.split("/")), None
             if size is not None:
-                end = start + _entry_bytes(size)
+                end = start + _check_entry_size(size)
                 start, part = end, payload[start:end]
             entries[key] = _Entry(
                 part, pack.compile_seconds / len(table), pack.source, is_fetched=True

@@ -182,14 +182,14 @@ class RankCoordinator:
         self._cache.waits.share(word["wait_left"], word.get("server_waits", {}))
         match word["word"]:
             case "artifact":
-                payload = self._artifact(request, name, word)
+                payload = self._obtain(request, name, word)
                 return CompileTurn(None, no_op) if payload is None else payload
             case "each":
                 return CompileTurn(None, no_op)
             case _:
                 return None
 
-    def _artifact(self, request: CompileRequest, name: str, word: dict[str, Any]) -> bytes | None:
+    def _obtain(self, request: CompileRequest, name: str, word: dict[str, Any]) -> bytes | None:
         """Return the bytes with the leader's digest, from the cache or the store, or None."""
         began, key = monotonic(), request.key
         found = self._cache.get(key, max_bytes=request.max_bytes)
@@ -208,7 +208,7 @@ class RankCoordinator:
             if zstandard.frame_content_size(compressed) == word["size"]:
                 payload = zstandard.decompress(compressed)
         if hashlib.sha256(payload).hexdigest() == word["sha256"]:
-            self._cache.counters.hit(key, "ranks", began=began, compile_seconds=0.0)
+            self._cache.counters.count_hit(key, "ranks", began=began, compile_seconds=0.0)
             return payload
         self._record_disagreement(
             f"neither the cache nor the leader gives the {word['size']} bytes of {key}"
@@ -221,7 +221,7 @@ class RankCoordinator:
             self._announce(name, payload)
         except BaseException:  # interrupted, or the store failed: do not let the other ranks wait
             with suppress(Exception):
-                self.store.claim(f"{name}/word", self._encoded({"word": "each"}))
+                self.store.claim(f"{name}/word", self._encode({"word": "each"}))
             raise
 
     def _announce(self, name: str, payload: bytes | None) -> None:
@@ -264,9 +264,9 @@ class RankCoordinator:
     def _send_word(self, name: str, word: dict[str, Any]) -> None:
         with self._lock:
             self._leading.pop(name, None)
-        self.store.set(f"{name}/word", self._encoded(word))
+        self.store.set(f"{name}/word", self._encode(word))
 
-    def _encoded(self, word: dict[str, Any]) -> bytes:
+    def _encode(self, word: dict[str, Any]) -> bytes:
         waits = self._cache.waits
         shared = {"wait_left": waits.left, "server_waits": waits.server_waits}
         return json.dumps(word | shared).encode()

@@ -49,7 +49,7 @@ class SavedTime:
         self._lines: dict[int, _TimeLine] = {}
         self._looked_up: list[_Interval] = []
 
-    def hit(self, began: float, ended: float, *, compile_seconds: float) -> None:
+    def add_hit(self, began: float, ended: float, *, compile_seconds: float) -> None:
         """Add a hit of this thread: start and end of its look-up, and the compile time saved."""
         line = self._line()
         start = began + line.ahead
@@ -57,7 +57,7 @@ class SavedTime:
         line.ahead += max(0.0, compile_seconds - (ended - began))
         self._looked_up.append((began, ended))
 
-    def compiled(self, ended: float, *, seconds: float) -> None:
+    def add_compilation(self, ended: float, *, seconds: float) -> None:
         """Add a real compilation of this thread."""
         line = self._line()
         line.compiled.append((ended - seconds + line.ahead, ended + line.ahead))

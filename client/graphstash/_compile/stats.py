@@ -188,40 +188,40 @@ class Counters:
         with self._lock:
             self._sums.update(amounts)
 
-    def hit(
+    def count_hit(
         self, key: "ArtifactKey", source: HitSource, *, began: float, compile_seconds: float
     ) -> None:
         """Count a hit of the calling thread, whose look-up began at this `time.monotonic`."""
         with self._lock:
             self._count(key, **{f"hits_{source}": 1}, saved_compile_seconds=compile_seconds)
             self.last_program_at = ended = monotonic()
-            self._saved.hit(began, ended, compile_seconds=compile_seconds)
+            self._saved.add_hit(began, ended, compile_seconds=compile_seconds)
         self.program_ready()
 
-    def miss(self, key: "ArtifactKey") -> None:
+    def count_miss(self, key: "ArtifactKey") -> None:
         with self._lock:
             self._count(key, misses=1)
 
-    def uncached(self, key: "ArtifactKey") -> None:
-        """Count by kind a compilation without the cache. `fallback` counts the reason."""
+    def count_uncached(self, key: "ArtifactKey") -> None:
+        """Count by kind a compilation without the cache. `count_fallback` counts the reason."""
         with self._lock:
             self._kind(key)["fallbacks"] += 1
 
-    def compiled(self, key: "ArtifactKey", *, seconds: float) -> None:
+    def count_compilation(self, key: "ArtifactKey", *, seconds: float) -> None:
         """Count a compilation that the calling thread has just finished."""
         with self._lock:
             self._count(key, compile_seconds=seconds)
             self.last_program_at = ended = monotonic()
-            self._saved.compiled(ended, seconds=seconds)
+            self._saved.add_compilation(ended, seconds=seconds)
         self.program_ready()
 
-    def step(self) -> None:
+    def record_step(self) -> None:
         """Record the time of a step, if it is the first one."""
         with self._lock:
             if self.first_step_at is None:
                 self.first_step_at = monotonic()
 
-    def fallback(self, reason: Reason) -> bool:
+    def count_fallback(self, reason: Reason) -> bool:
         """Count a fallback and return whether it is the first one for this reason."""
         with self._lock:
             self._fallbacks[reason.value] += 1

@@ -100,11 +100,11 @@ class TracedCache(CompileCache):
             self._tracer.note(outcome="published" if is_published else "kept")
             return outcome
 
-    def compiled(self, key: ArtifactKey, *, seconds: float) -> None:
-        """See `CompileCache.compiled`."""
+    def count_compilation(self, key: ArtifactKey, *, seconds: float) -> None:
+        """See `CompileCache.count_compilation`."""
         if (span := self._compiling.get(key)) is not None:
             self._tracer.end(span, outcome="compiled", compile_seconds=seconds)
-        super().compiled(key, seconds=seconds)
+        super().count_compilation(key, seconds=seconds)
 
     def forget(self, compilation: InFlightCompile) -> None:
         """See `CompileCache.forget`."""

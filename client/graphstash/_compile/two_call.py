@@ -23,7 +23,7 @@ __all__ = ["TwoCallCache"]
 
 
 @dataclass(frozen=True, slots=True)
-class _Begun:
+class _OpenTurn:
     turn: CompileTurn
     thread: int
     started: float
@@ -36,7 +36,7 @@ class TwoCallCache:
         self._cache = cache
         self._turns = CompileTurns(cache)
         self._lock = threading.Lock()  # guards the table below
-        self._begun: dict[ArtifactKey, _Begun] = {}
+        self._begun: dict[ArtifactKey, _OpenTurn] = {}
 
     def get(
         self, request: CompileRequest, *, lease: bool = True, ranks: RankStore | None = None
@@ -56,7 +56,7 @@ class TwoCallCache:
             return answer
         if answer.compilation is None and self._cache.limit is not None:
             self._cache.limit.check(request, Reason.RANKS)  # the leader's result did not arrive
-        begun = _Begun(answer, threading.get_ident(), monotonic())
+        begun = _OpenTurn(answer, threading.get_ident(), monotonic())
         with self._lock:
             given_up = self._begun.get(key)
             if given_up is None or given_up.thread == begun.thread:  # equal: its compiler failed
@@ -81,7 +81,7 @@ class TwoCallCache:
             looked_up = self._begun.pop(request.key, None)
         begun = looked_up
         if begun is None:  # a `put` without a `get`, or a second `put`
-            begun = _Begun(CompileTurn(self._cache.begin(request), no_op), 0, monotonic())
+            begun = _OpenTurn(CompileTurn(self._cache.begin(request), no_op), 0, monotonic())
         seconds = monotonic() - begun.started if compile_seconds is None else compile_seconds
         compilation = begun.turn.compilation
         try:
@@ -114,14 +114,14 @@ class TwoCallCache:
         """Abandon all compilations without a `put`."""
         self._give_up_all(lambda _: True)
 
-    def _give_up_all(self, chosen: Callable[[_Begun], bool]) -> None:
+    def _give_up_all(self, chosen: Callable[[_OpenTurn], bool]) -> None:
         with self._lock:
             ended = [key for key, begun in self._begun.items() if chosen(begun)]
             given_up = [self._begun.pop(key) for key in ended]
         for begun in given_up:
             self._give_up(begun)
 
-    def _give_up(self, begun: _Begun) -> None:
+    def _give_up(self, begun: _OpenTurn) -> None:
         self._turns.announce(begun.turn, None)
         if begun.turn.compilation is not None:
             begun.turn.compilation.abandon()

@@ -36,7 +36,7 @@ _CREDIT: Final = 2.0
 
 _LOADED: Final = "a loaded server"
 _UNAVAILABLE: Final = "a server that cannot answer"
-"""Replace the holder's name in a wait for a server."""
+"""These replace the holder's name in a wait for a server."""
 
 _MIN_PAUSE_SECONDS: Final = 0.1
 
@@ -77,7 +77,7 @@ class WaitBudget:
 
     @property
     def is_paused(self) -> bool:
-        """Whether the job begins no wait now, because its last waits brought nothing."""
+        """Whether the job begins no wait now, because its last waits were in vain."""
         return self.clock() < self._paused_until
 
     def reason_to_skip(self, holder: str) -> str | None:
@@ -86,7 +86,7 @@ class WaitBudget:
         if left <= 0.0:
             return self.spent_message()
         if self.is_paused:
-            return f"the last {self._vain_waits} waits brought nothing"
+            return f"the last {self._vain_waits} waits were in vain"
         expected = self._compile_seconds / max(1, self._compile_count)
         if left < expected:
             return (
@@ -102,7 +102,7 @@ class WaitBudget:
             f"{self._seconds:g}, half of it for one holder)"
         )
 
-    def compiled(self, seconds: float) -> None:
+    def add_compilation(self, seconds: float) -> None:
         """Add a compilation of this process to the average."""
         with self._lock:
             self._compile_seconds += seconds
@@ -195,8 +195,7 @@ class Wait:
 
         Returns:
             Seconds until the next call, or None if the job must not wait any longer. They are
-            random, because the server refuses many processes at once, which must not all return at
-            once.
+            random: the server refuses many processes at once, and must not get them back at once.
         """
         if self.has_begun:
             self.deduct()

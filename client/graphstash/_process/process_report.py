@@ -69,10 +69,10 @@ class ProcessReport:
         causes = self._explain(known, asked=explains_all)
         page = self._report(causes) if time.monotonic() < until else None
         if page is not None and self.config.summary and self.stats.misses:
-            from graphstash._compile.explaining import in_brief
+            from graphstash._compile.explaining import brief_line
 
             missed = {each.description.key for each in self._misses if each.trouble is None}
-            if line := in_brief(causes, missed=missed, misses=self.stats.misses, page=page):
+            if line := brief_line(causes, missed=missed, misses=self.stats.misses, page=page):
                 print_to_stderr(f"graphstash: {line}")
 
     @property
@@ -88,7 +88,7 @@ class ProcessReport:
         ]
         if self.cache is None or not wanted:
             return ()
-        from graphstash._compile.explaining import causes_of, text_of
+        from graphstash._compile.explaining import causes_of, format_causes
 
         causes: list[Cause] = []
         try:
@@ -97,7 +97,7 @@ class ProcessReport:
             )
             if not asked:
                 return causes
-            lines = text_of(causes)
+            lines = format_causes(causes)
             if (more := self.stats.misses - len(self._misses)) > 0:
                 lines.append(f"{plural(more, 'miss')}: not recorded")
         except Exception as error:  # noqa: BLE001 - an explanation must not fail the job

@@ -173,7 +173,7 @@ class Session:
 
     def record_step(self) -> None:
         """Record when this process made its first step. Later steps change nothing."""
-        self._counters.step()
+        self._counters.record_step()
 
     def add_hook(self, name: str) -> None:
         """Install a hook, unless this was tried before. A failure is only logged."""
@@ -191,7 +191,7 @@ class Session:
 
     def record_without_cache(self, error: OSError) -> None:
         """Count a failure to open the cache. Log the first one."""
-        if self._counters.fallback(Reason.LOCAL_IO):
+        if self._counters.count_fallback(Reason.LOCAL_IO):
             _log.warning("graphstash: %s; the job goes on without the cache", error)
 
     def begin_for_hook(self, name: str) -> None:

@@ -86,7 +86,7 @@ class Client:
         self.env.process(self._renew(graph, is_renewing))
         yield self.env.timeout(self.fleet.compile_seconds)
         self.counts["compiles"] += 1
-        self.budget.compiled(self.fleet.compile_seconds)
+        self.budget.add_compilation(self.fleet.compile_seconds)
         self.host.disk.add(graph)
         self.env.process(self._publish(graph, is_renewing))
 

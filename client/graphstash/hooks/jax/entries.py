@@ -77,7 +77,7 @@ class Entries:
         self._exchange = TwoCallCache(cache)
         self._opening = threading.Lock()  # guards `_packs`
         if self._packs is not None:
-            self._packs = Packs(cache, self._packs.name)
+            self._packs = Packs(cache, self._packs.request_for)
 
     def close(self) -> None:
         """Release the leases and publish the pending pack. Later calls find and store nothing."""
@@ -105,7 +105,7 @@ class Entries:
             if payload is not None:
                 program.given[jax_key] = key
                 return compress(payload)
-            if not packs.is_alone(key):
+            if not packs.has_own_artifact(key):
                 packs.log_miss(request)
                 program.missed.add(jax_key)
                 program.packed.add(jax_key)
@@ -128,7 +128,11 @@ class Entries:
         raw = decompress(entry)
         if program.given.pop(jax_key, None) is not None:
             self._exchange.reject(key, f"jax could not load {jax_key}")
-            if program.is_small and self._packs is not None and not self._packs.is_alone(key):
+            if (
+                program.is_small
+                and self._packs is not None
+                and not self._packs.has_own_artifact(key)
+            ):
                 self._packs.reject(key)
                 return  # the published pack still has the key, so a new pack would omit it
         if request_of(jax_key, program).key != key:  # XLA reads files and variables after a look-up

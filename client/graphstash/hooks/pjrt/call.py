@@ -231,6 +231,6 @@ class AheadOfTimeCall(Call):
         if self._request is None or self.cache.stash.server.is_read_only:
             return
         if not self.cache.stash.server.lookup([self._request.key]).found:
-            self.cache.counters.miss(self._request.key)
+            self.cache.counters.count_miss(self._request.key)
             self.compilation = self.cache.begin(self._request)
             self.publish_executable(self.args.executable, compile_seconds=compile_seconds)

@@ -158,7 +158,7 @@ class HintMode:
                 self._quiet_steps = 0
                 request = self._shared(name)
                 if request is not None and not self._has_changed_since(pending, request):
-                    self._cache.counters.miss(request.key)
+                    self._cache.counters.count_miss(request.key)
                     self._publish(name, self._cache.begin(request), seconds)
         self._quiet_steps += 1
         if pending.compilation is not None and new:
@@ -232,8 +232,8 @@ class _FallbacksOnly(Counters):
         super().__init__()
         self._main = main
 
-    def fallback(self, reason: Reason) -> bool:
-        return self._main.fallback(reason)
+    def count_fallback(self, reason: Reason) -> bool:
+        return self._main.count_fallback(reason)
 
 
 def _names_in(payload: bytes) -> list[str]:
