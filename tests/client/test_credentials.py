@@ -126,13 +126,13 @@ def test_refused_token_is_retried_after_a_minute_or_with_a_new_one(tmp_path):
     path, now = tmp_path / "token", [0.0]
     path.write_text("first")
     credentials = Credentials(ClientConfig.load({}, token_file=path), clock=lambda: now[-1])
-    credentials.refused(credentials.token())
+    credentials.record_refusal(credentials.token())
     now.append(59.0)
     with pytest.raises(CacheError, match="rejected the token from GRAPHSTASH_TOKEN_FILE="):
         credentials.token()
     now.append(61.0)
     assert credentials.token() == "first"
-    credentials.refused("first")
+    credentials.record_refusal("first")
     path.write_text("second.")
     assert credentials.token() == "second."
 

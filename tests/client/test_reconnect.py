@@ -156,7 +156,7 @@ def test_wait_for_one_of_16_connections_is_bounded(transport_to):
 def test_dropped_responses_do_not_count_as_running_requests(transport_to):
     with Forgetful(End.CLOSE, kept=9) as server:
         transport = transport_to(server, first_byte_seconds=0.2)
-        client, _ = transport._client.connected()
+        client, _ = transport._client.connect()
         for _ in range(17):
             client.stream("GET", "/x", timeout=httpx.Timeout(30.0), deadline=Deadline(60))
         assert transport.call("GET", "/x").body == b"ok"
@@ -190,7 +190,7 @@ def test_signal_handler_may_take_the_last_idle_connection_during_close(transport
     with Forgetful(End.CLOSE, kept=9) as server, ExitStack() as running:
         transport = transport_to(server)
         transport.call("GET", "/x")
-        _, pool = transport._client.connected()
+        _, pool = transport._client.connect()
 
         def handle(_frame, event, function):
             if event == "c_call" and function.__name__ == "pop":

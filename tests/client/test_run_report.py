@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from graphstash._process.run_record import read_last_run
-from graphstash._process.run_report import fitting
+from graphstash._process.run_report import fit_to_limit
 from graphstash_schema.run import MAX_RUN_BYTES, MAX_RUN_MISSES, RunMiss, RunReport, RunTimes
 from support.build_job import BUILD
 from support.host import key
@@ -244,7 +244,7 @@ def test_a_report_that_is_too_long_names_the_misses_that_took_longest():
         for number in range(MAX_RUN_MISSES)
     ]
     report = RunReport(started_at=datetime.now(UTC), seconds=1, misses=tuple(misses))
-    sent = fitting(report)
+    sent = fit_to_limit(report)
     assert len(report.model_dump_json().encode()) > MAX_RUN_BYTES
     assert len(sent.model_dump_json().encode()) <= MAX_RUN_BYTES
     assert sent.misses == tuple(misses[: len(sent.misses)])

@@ -168,7 +168,7 @@ thread.start()
 making.wait(60)
 if (child := os.fork()) == 0:
     signal.alarm(30)  # it would never end
-    client.connected()
+    client.connect()
     os._exit(0)
 print(os.waitpid(child, 0)[1])
 thread.join()

@@ -15,9 +15,9 @@ class Clock:
 def opened(**options):
     clock = Clock()
     breaker = CircuitBreaker(threshold=2, first_pause_seconds=1.0, clock=clock, **options)
-    breaker.failed()
+    breaker.record_failure()
     assert breaker.allows()
-    breaker.failed()
+    breaker.record_failure()
     return breaker, clock
 
 
@@ -26,9 +26,9 @@ def test_failures_in_a_row_open_the_circuit_and_a_success_between_them_does_not(
     assert not breaker.allows()
 
     breaker = CircuitBreaker(threshold=2)
-    breaker.failed()
-    breaker.succeeded()
-    breaker.failed()
+    breaker.record_failure()
+    breaker.record_success()
+    breaker.record_failure()
     assert breaker.allows()
 
 
@@ -38,11 +38,11 @@ def test_one_caller_may_try_after_the_pause_while_all_others_are_refused():
     assert breaker.allows()
     clock.now += 20
     assert not breaker.allows()
-    breaker.failed()
+    breaker.record_failure()
     clock.now += 2.01
     assert breaker.allows()
     assert not breaker.allows()
-    breaker.succeeded()
+    breaker.record_success()
     assert breaker.allows()
     assert breaker.allows()
 
@@ -54,7 +54,7 @@ def test_each_further_failure_doubles_the_pause_up_to_its_bound():
         assert not breaker.allows()
         clock.now += 0.02
         assert breaker.allows()
-        breaker.failed()
+        breaker.record_failure()
 
 
 def test_pause_requested_by_server_is_bounded():
@@ -78,8 +78,8 @@ def test_requested_pause_is_not_shortened():
     clock = Clock()
     breaker = CircuitBreaker(threshold=1, first_pause_seconds=1.0, clock=clock)
     breaker.pause(30)
-    breaker.succeeded()
-    breaker.failed()
+    breaker.record_success()
+    breaker.record_failure()
     breaker.pause(1)
     clock.now += 29
     assert not breaker.allows()

@@ -89,7 +89,7 @@ class Prefetch:
         self._at_first_wait = at_first_wait
         self.server = stash.server.with_own_connections()
 
-    def when_free(self, call: Callable[[], _T]) -> _T:
+    def retry_while_busy(self, call: Callable[[], _T]) -> _T:
         """Call the server, and retry while it is busy.
 
         Raises:
@@ -142,7 +142,7 @@ class Prefetch:
         if not absent:
             return ()
         asked_at, stash = time(), self._stash
-        reply = self.when_free(partial(self.server.lookup, absent))
+        reply = self.retry_while_busy(partial(self.server.lookup, absent))
         stash.standing.follow(stash.config.namespace, reply.newest_withdrawal, asked_at=asked_at)
         found = reply.found
         chosen, left = [], self._limit_bytes

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn
 
-from graphstash._process.run_name import COMMAND_VARIABLE, RUN_VARIABLE, joined, new_run
+from graphstash._process.run_name import COMMAND_VARIABLE, RUN_VARIABLE, encode_command, new_run
 from graphstash.hooks.installing import AUTOLOAD
 
 __all__ = ["CannotRunError", "Launch", "as_variables", "read"]
@@ -62,7 +62,7 @@ class Launch(NamedTuple):
             f"GRAPHSTASH_{name.upper()}": value for name, value in self.settings.items()
         }
         environment |= {"PYTHONPATH": _python_path(), AUTOLOAD: "1", RUN_VARIABLE: new_run()}
-        environment[COMMAND_VARIABLE] = joined(self.command)
+        environment[COMMAND_VARIABLE] = encode_command(self.command)
         sys.stdout.flush()
         sys.stderr.flush()
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them; the job must not

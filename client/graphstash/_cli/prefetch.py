@@ -97,7 +97,7 @@ def _fetched(config: ClientConfig, job: ManifestName) -> Mapping[ArtifactKey, Ou
             ),
         )
         with closing(prefetch):
-            manifest = prefetch.when_free(lambda: prefetch.server.manifest(job))
+            manifest = prefetch.retry_while_busy(lambda: prefetch.server.manifest(job))
             if manifest is None:
                 fail(
                     f"no run recorded artifacts of the job {job!r} in the namespace "

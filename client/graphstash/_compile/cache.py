@@ -479,7 +479,7 @@ class CompileCache:
             )
         return fetched
 
-    def _when_free(self, call: Callable[[], _T]) -> _T:
+    def _retry_while_busy(self, call: Callable[[], _T]) -> _T:
         """Call the server, and retry while it is busy and the budget allows a wait."""
         with self.waits.wait() as wait:
             while True:
@@ -612,7 +612,7 @@ class CompileCache:
         with self.waits.wait() as wait:
             while True:
                 requested_at, seconds = monotonic(), min(_MAX_POLL_SECONDS, wait.left)
-                reply = self._when_free(
+                reply = self._retry_while_busy(
                     partial(self.stash.server.acquire, key, wait_seconds=seconds)
                 )
                 match reply.state:

@@ -51,13 +51,13 @@ class CircuitBreaker:
                 self._trying_until = now + self._longest_pause_seconds
             return True
 
-    def succeeded(self) -> None:
+    def record_success(self) -> None:
         """Record a usable response and close the circuit."""
         with self._lock:
             self._failures = 0
             self._open_until = self._trying_until = 0.0
 
-    def failed(self) -> bool:
+    def record_failure(self) -> bool:
         """Record a failed call. Return whether the circuit is open now."""
         with self._lock:
             self._failures += 1

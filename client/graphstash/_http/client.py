@@ -233,7 +233,7 @@ class ServerClient:
         for start in range(0, len(requested), MAX_LOOKUP_KEYS):
             request = schema.LookupRequest(keys=requested[start : start + MAX_LOOKUP_KEYS])
             answer = self._post("lookup", request, namespace=namespace)
-            reply = _parsed(schema.LookupResponse, answer)
+            reply = _parse(schema.LookupResponse, answer)
             found |= {each.key: each for each in reply.found if each.key in known}
             self._announced |= {
                 each.key: each.compile_seconds
@@ -282,7 +282,7 @@ class ServerClient:
     def verify(self, key: schema.ArtifactKey) -> schema.VerifyResponse:
         """Ask the server to read an artifact's blob, and to drop the artifact if it is damaged."""
         answer = self._post("verify", asdict(key), patience_seconds=_VERIFY_SECONDS)
-        return _parsed(schema.VerifyResponse, answer)
+        return _parse(schema.VerifyResponse, answer)
 
     def describe(self, descriptions: Sequence[Description]) -> None:
         """Upload up to `MAX_DESCRIPTIONS` descriptions. The server explains misses with them."""
@@ -298,7 +298,7 @@ class ServerClient:
         answer = self._post(f"explain?min_age_seconds={min_age_seconds:.3f}", missing)
         from graphstash_schema.explanation import ExplainResponse
 
-        return _parsed(ExplainResponse, answer)
+        return _parse(ExplainResponse, answer)
 
     def report(
         self,
@@ -311,7 +311,7 @@ class ServerClient:
         """Report an artifact as wrong, so that an administrator reviews it."""
         request = schema.ReportRequest(key=key, digest=str(digest), reason=reason)
         answer = self._post("report", request, namespace=namespace)
-        return _parsed(schema.ReportResponse, answer)
+        return _parse(schema.ReportResponse, answer)
 
     def _post(
         self,
@@ -340,7 +340,7 @@ class ServerClient:
                 json=request.model_dump_json().encode(),
                 patience_seconds=wait_seconds,
             )
-        return _parsed(schema.LeaseReply, answer)
+        return _parse(schema.LeaseReply, answer)
 
     def renew(self, key: schema.ArtifactKey, token: str) -> None:
         """Renew a lease. Raises `LeaseLostError` if it has ended or another job holds it."""
@@ -370,7 +370,7 @@ class ServerClient:
         answer = self._transport.call(
             "GET", self._manifest_path(name), headers={HEADER_WRITERS: "1"}
         )
-        return None if answer.status == 404 else _parsed(schema.Manifest, answer)
+        return None if answer.status == 404 else _parse(schema.Manifest, answer)
 
     def update_manifest(
         self, name: schema.ManifestName, keys: Iterable[schema.ArtifactKey]
@@ -425,8 +425,8 @@ class ServerClient:
         """Make a GET whose 404 is an error, not a miss."""
         answer = self._transport.call("GET", _with_query(path, query))
         if answer.status == 404:
-            raise _refused(answer, self.config)
-        return _parsed(model, answer)
+            raise _refusal_of(answer, self.config)
+        return _parse(model, answer)
 
     def exchange(self, request: schema.TokenExchange) -> schema.TokenIssued:
         """Exchange the JWT in `config.token` for a token of the server."""
@@ -436,7 +436,7 @@ class ServerClient:
             json=request.model_dump_json(exclude_none=True).encode(),
             patience_seconds=_EXCHANGE_SECONDS,
         )
-        return _parsed(schema.TokenIssued, answer)
+        return _parse(schema.TokenIssued, answer)
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -470,7 +470,7 @@ def _read_chunks(
         yield chunk
 
 
-def _refused(answer: Answer, config: ClientConfig) -> RefusedError:
+def _refusal_of(answer: Answer, config: ClientConfig) -> RefusedError:
     """Return the error for a 404 that is not a miss."""
     from graphstash._http.errors import problem_of
 
@@ -489,7 +489,7 @@ def _with_query(path: str, query: BaseModel | None) -> str:
     return f"{path}?{urlencode(fields)}" if fields else path
 
 
-def _parsed(model: type[_Model], answer: Answer) -> _Model:
+def _parse(model: type[_Model], answer: Answer) -> _Model:
     from pydantic import ValidationError
 
     from graphstash_schema.model import first_error

@@ -31,7 +31,7 @@ from graphstash.errors import Reason, TransportError
 __all__ = ["REPEATED", "TLS", "DeadlineTransport", "ProcessClient"]
 
 REPEATED: Final = "graphstash.repeated"
-"""Extension of the response to a repeated request: the server may have carried out the first one.
+"""Extension of the response to a repeated request: the server may also have executed the first one.
 """
 
 TLS: Final = "graphstash.tls"
@@ -74,7 +74,7 @@ class DeadlineTransport(httpx.BaseTransport):
         self._is_closed = False
         self._idle: list[_Connection] = []
         self._free: SimpleQueue[None] = SimpleQueue()
-        """As many items as further requests may run."""
+        """One item for each further request that may run."""
         for _ in range(_MAX_CONNECTIONS):
             self._free.put(None)
 
@@ -84,7 +84,7 @@ class DeadlineTransport(httpx.BaseTransport):
         try:
             self._take_turn(request, body)
             origin = _origin_of(request.url)
-            kept = self._kept(origin)
+            kept = self._take_idle(origin)
             if kept is None:
                 return self._exchange(self._connect(origin, request), request, body)
             try:
@@ -134,7 +134,7 @@ class DeadlineTransport(httpx.BaseTransport):
             raise httpx.PoolTimeout(f"{_MAX_CONNECTIONS} requests are running") from None
         body.has_turn = True
 
-    def _kept(self, origin: _Origin) -> "_Connection | None":
+    def _take_idle(self, origin: _Origin) -> "_Connection | None":
         """Take the newest usable connection, and close each idle one that is not usable."""
         found = None
         for connection in self._idle[::-1]:
@@ -180,7 +180,7 @@ class DeadlineTransport(httpx.BaseTransport):
         )
 
     def _give_back(self, connection: "_Connection | None") -> None:
-        """End a turn, and keep its connection if another request can use it."""
+        """End the turn of a request, and keep its connection if another request can use it."""
         try:
             if connection is not None and connection.finish():
                 self._idle.append(connection)
@@ -345,7 +345,7 @@ class ProcessClient:
         self._connection: tuple[int, LeanClient, DeadlineTransport] | None = None
         self._closed = False
 
-    def connected(self) -> tuple[LeanClient, DeadlineTransport]:
+    def connect(self) -> tuple[LeanClient, DeadlineTransport]:
         """Return the client of this process and its transport.
 
         Raises:

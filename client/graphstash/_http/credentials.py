@@ -68,7 +68,7 @@ class Credentials:
         config = self._config
         return config.token is None and config.token_file is None and not self._from_netrc
 
-    def refused(self, token: str) -> str:
+    def record_refusal(self, token: str) -> str:
         """Record that the server refused a token, and return advice for the user."""
         with self._lock:
             if token:

@@ -22,6 +22,7 @@ class Deadline:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
+        """Do not count the time in the block."""
         began = monotonic()
         try:
             yield

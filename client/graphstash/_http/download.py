@@ -75,7 +75,7 @@ def _download(
                     f"{problem.detail}; correct GRAPHSTASH_URL",
                 )
             return None
-        announced, metadata = _announced(answer)
+        announced, metadata = _parse_announcement(answer)
         if announced.size_bytes > config.max_artifact:
             raise VerificationError(
                 Reason.TOO_LARGE,
@@ -126,7 +126,7 @@ def _receive(
     return hasher.digest()
 
 
-def _announced(answer: Answer) -> tuple[Digest, ArtifactMetadata | None]:
+def _parse_announcement(answer: Answer) -> tuple[Digest, ArtifactMetadata | None]:
     try:
         size = int(answer.headers["Content-Length"])
         digest = Digest.parse_repr_digest(answer.headers["Repr-Digest"], size_bytes=size)

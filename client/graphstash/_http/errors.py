@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAX_PROBLEM_BYTES",
-    "named_failures",
+    "map_httpx_errors",
+    "message_of",
     "problem_of",
     "read_small",
-    "reason_of",
     "refuse_errors",
     "retry_after",
 ]
@@ -55,8 +55,8 @@ _NO_CERTIFICATE: Final = (
 )
 
 
-class named_failures:  # noqa: N801 - used like a function; a generator takes three times the CPU time
-    """Convert httpx's exceptions. A test checks that all are converted."""
+class map_httpx_errors:  # noqa: N801 - used like a function; a generator takes three times the CPU time
+    """Raise httpx's exceptions as `TransportError`. A test checks that all are converted."""
 
     __slots__ = ("_url",)
 
@@ -68,10 +68,10 @@ class named_failures:  # noqa: N801 - used like a function; a generator takes th
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         if isinstance(error, httpx.HTTPError | httpx.InvalidURL | httpx.StreamError):
-            raise _converted(error, self._url) from error
+            raise _convert(error, self._url) from error
 
 
-def _converted(error: Exception, url: str) -> TransportError:
+def _convert(error: Exception, url: str) -> TransportError:
     match error:
         case httpx.ConnectTimeout():
             return TransportError(Reason.CONNECT, f"{url}: the connection timed out")
@@ -81,7 +81,7 @@ def _converted(error: Exception, url: str) -> TransportError:
             # TLS 1.3 may raise a TLS failure at the first read instead of on connect.
             failure = tls_failure(error)
             reason = Reason.CONNECT if isinstance(error, httpx.ConnectError) else Reason.RESET
-            text = ": ".join(failure) if failure else reason_of(error)
+            text = ": ".join(failure) if failure else message_of(error)
             return TransportError(Reason.TLS if failure else reason, f"{url}: {text}")
         case httpx.ProxyError() | httpx.UnsupportedProtocol():
             return TransportError(Reason.CONNECT, f"{url}: {error}")
@@ -93,7 +93,7 @@ def _converted(error: Exception, url: str) -> TransportError:
             return TransportError(Reason.PROTOCOL, f"{url}: {error}")
 
 
-def reason_of(error: Exception) -> str:
+def message_of(error: Exception) -> str:
     """Return an error's message without the number that Python prints first."""
     return re.sub(r"^\[Errno -?[0-9]+\] ", "", str(error))
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from graphstash._http.errors import named_failures, read_small
+from graphstash._http.errors import map_httpx_errors, read_small
 from graphstash._http.lean_httpx import httpx
 from graphstash.config import TOKEN, github_token_request
 from graphstash.errors import CacheError, ConfigError, Reason
@@ -34,7 +34,7 @@ def read_jwt(path: Path) -> str:
                 raw = file.read(_MAX_BYTES)
     except OSError as error:
         raise ConfigError(f"--jwt-file {path}: {error.strerror}") from None
-    return _checked(raw.decode("ascii", "replace").strip(), f"--jwt-file {path}")
+    return _check_jwt(raw.decode("ascii", "replace").strip(), f"--jwt-file {path}")
 
 
 def jwt_from_github(audience: str) -> str:
@@ -51,11 +51,11 @@ def jwt_from_github(audience: str) -> str:
             "there is no JWT to log in with: give its file with --jwt-file (- for standard input); "
             "a job of GitHub Actions needs `permissions: id-token: write`"
         )
-    with named_failures("ACTIONS_ID_TOKEN_REQUEST_URL"):
+    with map_httpx_errors("ACTIONS_ID_TOKEN_REQUEST_URL"):
         url = httpx.URL(request[0]).copy_merge_params({"audience": audience})
     place = f"{url.scheme}://{url.host}"
     with (
-        named_failures(place),
+        map_httpx_errors(place),
         # Unlike calls to the cache, this call uses the proxy of the environment.
         httpx.Client(timeout=_SECONDS) as client,
         client.stream("GET", url, headers={"Authorization": f"Bearer {request[1]}"}) as response,
@@ -69,10 +69,10 @@ def jwt_from_github(audience: str) -> str:
         value = json.loads(body)["value"]
     except (ValueError, LookupError, TypeError, RecursionError):
         value = None
-    return _checked(value if isinstance(value, str) else "", place)
+    return _check_jwt(value if isinstance(value, str) else "", place)
 
 
-def _checked(jwt: str, source: str) -> str:
+def _check_jwt(jwt: str, source: str) -> str:
     if jwt.count(".") != 2 or TOKEN.fullmatch(jwt) is None:
         raise ConfigError(f"{source} holds no JWT of at most 8192 characters")
     return jwt

@@ -138,10 +138,10 @@ def connect_tcp(
     *others, last = _addresses(host, deadline.bound(seconds))
     for address in others:
         with suppress(httpx.ConnectError, httpx.ConnectTimeout):
-            connection = _connected(address, port, deadline.bound(seconds))
+            connection = _connect_to(address, port, deadline.bound(seconds))
             break
     else:
-        connection = _connected(last, port, deadline.bound(seconds))
+        connection = _connect_to(last, port, deadline.bound(seconds))
     if context is None:
         return Stream(connection)
     with ExitStack() as undo:
@@ -188,7 +188,7 @@ def connect_unix(path: Path, *, seconds: float, deadline: Deadline) -> Stream:
     return Stream(connection)
 
 
-def _connected(address: str, port: int, seconds: float) -> socket.socket:
+def _connect_to(address: str, port: int, seconds: float) -> socket.socket:
     try:
         with forkable():
             connection = socket.create_connection((address, port), seconds)

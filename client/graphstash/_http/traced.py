@@ -48,14 +48,14 @@ class TracedTransport(Transport):
                 raise
 
     @contextmanager
-    def _followed(
+    def _follow_redirect(
         self, answer: Answer, deadline: Deadline
     ) -> Iterator[tuple[Answer, Iterator[bytes]]]:
         """Record a span without the storage URL. Send no trace headers to the storage."""
         attributes = {"http.request.method": "GET", "graphstash.source": "storage"}
         with (
             self._tracer.span("GET", attributes, kind=SpanKind.CLIENT),
-            super()._followed(answer, deadline) as followed,
+            super()._follow_redirect(answer, deadline) as followed,
         ):
             self._tracer.answered(followed[0].status)
             yield followed

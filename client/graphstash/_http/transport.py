@@ -21,7 +21,7 @@ from graphstash._http.circuit_breaker import CircuitBreaker
 from graphstash._http.connections import REPEATED, ProcessClient
 from graphstash._http.credentials import Credentials
 from graphstash._http.deadline import Deadline
-from graphstash._http.errors import MAX_PROBLEM_BYTES, named_failures, read_small, refuse_errors
+from graphstash._http.errors import MAX_PROBLEM_BYTES, map_httpx_errors, read_small, refuse_errors
 from graphstash._http.lean_httpx import httpx
 from graphstash._http.tls import server_context, storage_context
 from graphstash.config import ClientConfig
@@ -148,14 +148,14 @@ class Transport:
                 yield Answer(404, answer.headers, body), iter(())
                 return
         try:
-            with self._followed(answer, deadline) as followed:
+            with self._follow_redirect(answer, deadline) as followed:
                 yield followed
         except TransportError:
             self.takes_redirects = False
             raise
 
     @contextmanager
-    def _followed(
+    def _follow_redirect(
         self, answer: Answer, deadline: Deadline
     ) -> Iterator[tuple[Answer, Iterator[bytes]]]:
         """Yield the server's headers with the bytes from storage, which gets no token and no client
@@ -163,11 +163,11 @@ class Transport:
         """
         location = answer.headers.get("Location", "")
         origin = _origin_of(location)
-        with named_failures(origin):
+        with map_httpx_errors(origin):
             url = httpx.URL(location)
             if url.scheme not in ("http", "https") or not url.host:
                 raise httpx.UnsupportedProtocol(f"a redirect to {origin}")
-            _, transport = self._storage.connected()
+            _, transport = self._storage.connect()
             # httpx's client would log the URL, which grants access to the blob, and add headers.
             request = httpx.Request(
                 "GET",
@@ -207,7 +207,7 @@ class Transport:
             "PUT",
             path,
             headers=all_headers,
-            content=_Repeated(chunks),
+            content=_Reiterable(chunks),
             patience_seconds=patience,
             deadline=deadline,
         ) as response:
@@ -255,8 +255,8 @@ class Transport:
         is_answered = False
         try:
             with (
-                named_failures(self._config.url),
-                self._client.connected()[0].stream(
+                map_httpx_errors(self._config.url),
+                self._client.connect()[0].stream(
                     method,
                     path,
                     headers=headers,
@@ -276,7 +276,7 @@ class Transport:
             self._judge(error, method, token, is_answered=is_answered)
             raise
         else:
-            self._breaker.succeeded()
+            self._breaker.record_success()
 
     def pause(self, seconds: float) -> None:
         """Make no call for some seconds, because the server is busy and the job must not wait."""
@@ -296,12 +296,12 @@ class Transport:
             self._busy = error
             if error.is_full:
                 # The server refuses only new connections. Other threads may have open ones.
-                self._breaker.succeeded()
+                self._breaker.record_success()
             else:
                 # Many processes get the same Retry-After, and must not all return at once.
                 self._breaker.pause(error.retry_after_seconds * uniform(1.0, 1.5))  # noqa: S311 - no secret
         elif isinstance(error, TransportError):
-            is_open = self._breaker.failed()
+            is_open = self._breaker.record_failure()
             if not is_open and not is_answered and _may_be_slow(error, method):
                 raise BusyError(
                     error.detail,
@@ -311,18 +311,18 @@ class Transport:
                 ) from error.__cause__
         elif isinstance(error, RefusedError):
             if error.status >= 500:
-                self._breaker.failed()
+                self._breaker.record_failure()
             else:
-                self._breaker.succeeded()
+                self._breaker.record_success()
             if error.status == 401:
-                detail = f"{self._config.url}: {self._credentials.refused(token)}"
+                detail = f"{self._config.url}: {self._credentials.record_refusal(token)}"
                 if token:
                     detail += f": {error.detail}"
                 raise RefusedError(detail, code=error.code, status=401) from None
 
 
 @dataclass(frozen=True, slots=True)
-class _Repeated:
+class _Reiterable:
     chunks: Callable[[], Iterator[bytes]]
 
     def __iter__(self) -> Iterator[bytes]:

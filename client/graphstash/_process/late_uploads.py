@@ -29,7 +29,8 @@ _MAX_SECONDS: Final = 600.0
 
 _RETRY_SECONDS: Final = 5.0
 _MAX_RETRY_SECONDS: Final = 300.0
-"""First and longest seconds between two attempts to reach the server. They double each time."""
+"""Seconds between the first two attempts to reach the server, which double each time, and their
+maximum."""
 
 _CUT_SECONDS: Final = 1.0
 """End of the drain time, reserved for aborting an upload that is still running."""

@@ -23,9 +23,9 @@ _log = logging.getLogger("graphstash")
 _MAX_MISSES: Final = 8
 _MAX_LOGGED: Final = 32
 _MAX_SMALL: Final = 4
-"""Maximum number of misses to explain, of misses to log, and of either in packs. Most misses of a
-job have the same cause, and an explanation costs the server about as much as an upload. Failures
-of the cache are counted apart, so that they hide no miss."""
+"""Maximum number of misses to explain, of misses to log, and of misses in packs to explain or log.
+Most misses of a job have the same cause, and an explanation costs the server about as much as an
+upload. Failures of the cache count separately, so that they hide no miss."""
 
 
 class LiveCauses:
@@ -65,7 +65,7 @@ class LiveCauses:
 
         is_failure = miss.trouble is not None
         if is_failure and not self._logs:
-            return  # the run report needs no explanation of it
+            return  # the run report does not need its explanation
         is_small = PACK_PART in miss.description.program
         if next(self._added[is_small, is_failure]) <= self._most[is_small]:
             self._executor.submit(lambda: self._explain(miss))

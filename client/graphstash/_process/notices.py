@@ -48,9 +48,9 @@ def notices(config: ClientConfig, environ: Mapping[str, str]) -> Iterator[str]:
     if not config.url:
         if "url" not in config.given:  # GRAPHSTASH_URL=none is a choice
             yield (
-                "no server: set GRAPHSTASH_URL to that of your team, or run `graphstash serve` on "
+                "no server: set GRAPHSTASH_URL to your team's server, or run `graphstash serve` on "
                 "this host. Until then nothing is shared, and artifacts stay on this host's disk "
-                "(GRAPHSTASH_URL=none says that this is meant)"
+                "(GRAPHSTASH_URL=none silences this warning)"
             )
     elif config.signature_policy is SignaturePolicy.OFF and not is_on_this_host(config.url):
         yield (

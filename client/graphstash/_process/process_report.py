@@ -1,4 +1,4 @@
-"""ProcessReport: what a process tells its user, later commands on this host and the server."""
+"""ProcessReport: what a process reports to its user, later commands on this host and the server."""
 
 import json
 import logging

@@ -20,7 +20,7 @@ from typing import Final, NoReturn
 
 from graphstash._process.run_name import RUN_VARIABLE
 
-__all__ = ["is_first", "leave", "supervise", "wait_for_end"]
+__all__ = ["claim_end", "end_run", "supervise", "wait_for_end"]
 
 _FILE_VARIABLE: Final = "_GRAPHSTASH_END"
 """Variable with the path of the run's status file, set in all its processes."""
@@ -32,7 +32,7 @@ _GRACE_SECONDS: Final = 5.0
 _PATIENCE_SECONDS: Final = 120.0
 """Seconds that other processes wait while the first one publishes, logs and ends the run."""
 
-_PASSED_ON: Final = frozenset(
+_FORWARDED: Final = frozenset(
     {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
 )
 
@@ -43,8 +43,8 @@ _SI_KERNEL: Final = 0x80
 """`si_code` of a terminal's signal, such as Ctrl-C. The command also receives it."""
 
 
-def is_first(status: int) -> bool:
-    """Return whether this process is the first to end the run. If not, call `wait_for_end`."""
+def claim_end(status: int) -> bool:
+    """Claim the end of the run. Return False if another process was first: call `wait_for_end`."""
     path = os.environ.get(_FILE_VARIABLE)
     if path:
         try:
@@ -57,8 +57,8 @@ def is_first(status: int) -> bool:
     return True
 
 
-def leave(status: int) -> NoReturn:
-    """End the run and exit, from any thread. Call this only after `is_first` returned True."""
+def end_run(status: int) -> NoReturn:
+    """End the run and exit, from any thread. Call this only after `claim_end` returned True."""
     with suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
@@ -81,7 +81,7 @@ def supervise(program: str, command: Sequence[str], environment: Mapping[str, st
         OSError: the command cannot be started.
     """
     # Block signals until `_wait` collects them. The command gets the original mask.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_PASSED_ON, signal.SIGCHLD})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_FORWARDED, signal.SIGCHLD})
     with tempfile.TemporaryDirectory(prefix="graphstash-run-") as folder:
         end = Path(folder) / "status"
         environ = {**environment, _FILE_VARIABLE: str(end)}
@@ -140,8 +140,8 @@ def _wait(child: int, end: Path) -> int:
         done, status = os.waitpid(child, os.WNOHANG)
         if done or end.exists():
             return status
-        got = signal.sigtimedwait({*_PASSED_ON, signal.SIGCHLD}, _POLL_SECONDS)
-        if got is not None and got.si_signo in _PASSED_ON and got.si_code != _SI_KERNEL:
+        got = signal.sigtimedwait({*_FORWARDED, signal.SIGCHLD}, _POLL_SECONDS)
+        if got is not None and got.si_signo in _FORWARDED and got.si_code != _SI_KERNEL:
             with suppress(ProcessLookupError):
                 os.kill(child, got.si_signo)
 

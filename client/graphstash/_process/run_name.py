@@ -11,8 +11,8 @@ __all__ = [
     "COMMAND_VARIABLE",
     "RUN_VARIABLE",
     "command_of_run",
+    "encode_command",
     "is_run",
-    "joined",
     "new_run",
     "started_at",
     "this_run",
@@ -36,7 +36,7 @@ def this_run() -> str:
     return given if is_run(given) else new_run()
 
 
-def joined(command: Sequence[str]) -> str:
+def encode_command(command: Sequence[str]) -> str:
     """Encode a command for `COMMAND_VARIABLE`. `command_of_run` decodes it."""
     return "\x1f".join(word.replace("\x1f", " ") for word in command)[:_MAX_COMMAND_BYTES]
 

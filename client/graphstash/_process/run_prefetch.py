@@ -54,7 +54,9 @@ def prefetch_once(
     )
     try:
         prefetch.server.name_job(manifests[0])
-        found = (prefetch.when_free(partial(prefetch.server.manifest, each)) for each in manifests)
+        found = (
+            prefetch.retry_while_busy(partial(prefetch.server.manifest, each)) for each in manifests
+        )
         manifest = next((each for each in found if each is not None), None)
         if manifest is not None:
             prefetch.fetch_best(manifest.entries)

@@ -29,7 +29,7 @@ from graphstash_schema.run import (
     RunTimes,
 )
 
-__all__ = ["RunName", "fitting", "name_of_process", "report_of", "times_of"]
+__all__ = ["RunName", "fit_to_limit", "name_of_process", "report_of", "times_of"]
 
 _HOST_CHARACTERS: Final = 40
 
@@ -49,7 +49,7 @@ def report_of(
         counts=tuple(_counts(cache))[:MAX_RUN_COUNTS],
         misses=tuple(_misses(cache, causes)),
     )
-    return fitting(report)
+    return fit_to_limit(report)
 
 
 def times_of(cache: CompileCache) -> RunTimes:
@@ -66,8 +66,8 @@ def times_of(cache: CompileCache) -> RunTimes:
     )
 
 
-def fitting(report: RunReport) -> RunReport:
-    """Return the report, without its last misses if it exceeds the server's size limit."""
+def fit_to_limit(report: RunReport) -> RunReport:
+    """Return the report. Drop its last misses while it exceeds the server's size limit."""
     while report.misses and len(report.model_dump_json().encode()) > MAX_RUN_BYTES:
         report = report.model_copy(update={"misses": report.misses[: len(report.misses) // 2]})
     return report

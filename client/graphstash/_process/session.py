@@ -23,7 +23,7 @@ from graphstash._forking import forkable, unforked
 from graphstash._process.notices import log_once, notices
 from graphstash._process.process_report import ProcessReport, print_to_stderr
 from graphstash._process.run_name import command_of_run, started_at, this_run
-from graphstash._process.settled import Settled
+from graphstash._process.settled import WhenSettled
 from graphstash.config import ClientConfig
 from graphstash.errors import CacheError, ConfigError, Reason
 from graphstash.hooks import installing
@@ -89,7 +89,7 @@ class Session:
         self._prefetcher = BoundedExecutor(
             "graphstash-prefetch", workers=1, capacity=1, delays_forks=True
         )
-        self._settled = Settled(self._counters, self._report_so_far)
+        self._settled = WhenSettled(self._counters, self._report_so_far)
         self._remembered = 0  # artifacts in `cache.used` that the manifests list
         self._late_uploads: LateUploads | None = None
         self._live_causes: LiveCauses | None = None
@@ -241,7 +241,7 @@ class Session:
         from graphstash._process import run_end
 
         with self._ending:  # other threads that want to compile block here
-            if not run_end.is_first(status):
+            if not run_end.claim_end(status):
                 run_end.wait_for_end(status)
             try:
                 print_to_stderr(f"graphstash: the job ends: {why}")
@@ -250,7 +250,7 @@ class Session:
                     with suppress(Exception):
                         self._finish(time.monotonic() + self.config.drain_seconds, explain=True)
             finally:
-                run_end.leave(status)
+                run_end.end_run(status)
 
     def _finish(self, until: float, *, explain: bool = False) -> None:
         """Wait for uploads, release leases, update manifests, print the summary, report the run."""
@@ -527,12 +527,12 @@ def _session(settings: dict[str, Any]) -> Session | None:
             if config.job is not None:
                 _current.start_prefetch()
             atexit.register(_current.close)
-        elif settings and not _current.is_closed and not _keeps_to(_current, settings):
+        elif settings and not _current.is_closed and not _may_keep(_current, settings):
             return None
         return None if _current.is_closed else _current
 
 
-def _keeps_to(session: Session, settings: dict[str, Any]) -> bool:
+def _may_keep(session: Session, settings: dict[str, Any]) -> bool:
     """Return whether a running session may continue after `install` with these settings."""
     try:
         requested = ClientConfig.load(**settings)

@@ -1,7 +1,7 @@
-"""Settled: call a function when a process seems to have all its programs.
+"""WhenSettled: call a function when a process seems to have all its programs.
 
 Many processes never end by themselves: servers run for weeks, and schedulers, launchers and
-preemption end a job with a signal. What such a process does only at its exit, it never does.
+preemption end a job with a signal. Such a process never runs the code that waits for its exit.
 """
 
 import threading
@@ -14,17 +14,17 @@ from graphstash._compile.stats import Counters
 from graphstash._executor import BoundedExecutor
 from graphstash._forking import forkable
 
-__all__ = ["Settled"]
+__all__ = ["WhenSettled"]
 
 _QUIET_SECONDS: Final = 30.0
 """Seconds without a hit or compilation before the first call."""
 
 _MAX_QUIET_SECONDS: Final = 3600.0
-"""The same for later calls: the seconds double with each call, up to this. So a process that
+"""The same for later calls: the seconds double with each call, up to this limit. So a process that
 compiles again and again makes few calls."""
 
 
-class Settled:
+class WhenSettled:
     """Calls `action` in the background, some time after the last hit or compilation.
 
     Args:
@@ -39,7 +39,7 @@ class Settled:
         self._seconds = _QUIET_SECONDS * uniform(1.0, 1.5)  # noqa: S311 - no secret
         self._seen: float | None = None
         self._is_ending = threading.Event()
-        # The second call in the queue sees programs that came while the first one ended.
+        # A queued call runs again for programs that came while the running one ended.
         self._executor = BoundedExecutor(
             "graphstash-settled", workers=1, capacity=1, delays_forks=True
         )

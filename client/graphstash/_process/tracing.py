@@ -49,7 +49,11 @@ def exporting_provider() -> tuple[TracerProvider, Close]:
         is_done = closer.drain(timeout_seconds)
         closer.close()
         if not is_done:
-            return f"the last spans were not taken within {timeout_seconds:.1f} s"
-        return f"{exporter.lost_count} spans were not taken" if exporter.lost_count else None
+            return f"the collector did not take the last spans within {timeout_seconds:.1f} s"
+        return (
+            f"the collector did not take {exporter.lost_count} spans"
+            if exporter.lost_count
+            else None
+        )
 
     return provider, close

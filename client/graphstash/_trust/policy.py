@@ -142,7 +142,7 @@ class Signatures:
     ) -> None:
         key_id = signature.key_id
         what = f"{subject.key} in {subject.namespace!r} is signed by key {key_id}"
-        if revoked := trusted.revoked(key_id):
+        if revoked := trusted.find_revocation(key_id):
             raise VerificationError(
                 Reason.REVOKED_KEY, f"{what}, revoked on {revoked.at:%Y-%m-%d}: {revoked.reason}"
             )

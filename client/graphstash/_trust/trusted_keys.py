@@ -79,8 +79,8 @@ class TrustedKey(_Record):
         """Identifier of the key in signatures."""
         return key_id_of(self.raw)
 
-    def counts(self, namespace: Namespace, *, at: datetime) -> bool:
-        """Return whether the key is accepted in a namespace at a point in time."""
+    def accepts(self, namespace: Namespace, *, at: datetime) -> bool:
+        """Return whether signatures of the key are accepted in a namespace at a point in time."""
         is_current = self.not_after is None or at <= self.not_after
         return is_current and any(pattern.matches(namespace) for pattern in self.namespaces)
 
@@ -151,7 +151,7 @@ class TrustStore:
         self._stamp = file_stamp(path)
         self._keys = TrustedKeys.read(path)
 
-    def now(self) -> TrustedKeys:
+    def current(self) -> TrustedKeys:
         """Return the content of the file, and read it again if it has changed.
 
         Raises:
@@ -168,22 +168,22 @@ class TrustStore:
                 self._stamp = stamp
             return self._keys
 
-    def revoked(self, key_id: SigningKeyId) -> RevokedKey | None:
+    def find_revocation(self, key_id: SigningKeyId) -> RevokedKey | None:
         """Return the revocation of a key, or None if the key is not revoked.
 
         Raises:
-            LocalTierError: as for `now`.
+            LocalTierError: as for `current`.
         """
-        return next((each for each in self.now().revoked if each.key_id == key_id), None)
+        return next((each for each in self.current().revoked if each.key_id == key_id), None)
 
     def public_key(self, key_id: SigningKeyId, namespace: Namespace) -> bytes | None:
         """Return a trusted key's raw bytes, or None if it is not accepted in the namespace.
 
         Raises:
-            LocalTierError: as for `now`.
+            LocalTierError: as for `current`.
         """
         at = datetime.now(UTC)
-        for key in self.now().keys:
-            if key.key_id == key_id and key.counts(namespace, at=at):
+        for key in self.current().keys:
+            if key.key_id == key_id and key.accepts(namespace, at=at):
                 return key.raw
         return None

@@ -199,19 +199,19 @@ class Client:
         answer = yield reply
         self.counts[kind if isinstance(answer, Flow) else f"{kind} {answer.name.lower()}"] += 1
         if answer is Answer.FULL:
-            self.breaker.succeeded()
+            self.breaker.record_success()
             raise BusyError("full", retry_after_seconds=1.0, is_full=True)
         if answer is Answer.LATE:
             self._failed(may_be_slow=kind == "get")
         if kind != "get":
-            self.breaker.succeeded()
+            self.breaker.record_success()
             return answer
         if isinstance(answer, Flow):
             yield from self._receive(answer, connection.worker.link, began)
         elif answer is Answer.FOUND and not (yield from self._from_bucket()):
             self.takes_redirects = False
             return (yield from self._call(kind, graph))
-        self.breaker.succeeded()
+        self.breaker.record_success()
         return answer is not Answer.ABSENT
 
     def _connection(self):
@@ -234,7 +234,7 @@ class Client:
         return is_in_time
 
     def _failed(self, *, may_be_slow=False):
-        if not self.breaker.failed() and may_be_slow:
+        if not self.breaker.record_failure() and may_be_slow:
             raise BusyError(
                 "late", retry_after_seconds=SLOW_SECONDS, patience_seconds=MAX_SLOW_SECONDS
             )

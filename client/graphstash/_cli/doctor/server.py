@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from graphstash._cli.doctor.findings import Finding, Topic, fail, ok, warn
 from graphstash._http.connections import TLS, ProcessClient
 from graphstash._http.deadline import Deadline
-from graphstash._http.errors import problem_of, reason_of
+from graphstash._http.errors import message_of, problem_of
 from graphstash._http.lean_httpx import httpx
 from graphstash._http.sockets import NO_ADDRESS
 from graphstash._http.tls import server_context, tls_failure
@@ -87,7 +87,7 @@ class _Wire:
         deadline = Deadline(config.connect_seconds + config.first_byte_seconds + first_byte_seconds)
         timeout = httpx.Timeout(first_byte_seconds, connect=config.connect_seconds)
         started = monotonic()
-        client, _ = self._client.connected()
+        client, _ = self._client.connect()
         with client.stream("GET", path, timeout=timeout, deadline=deadline) as response:
             at = datetime.now(UTC)
             tls = _tls_of(response)
@@ -163,7 +163,7 @@ def _check_protocol(config: ClientConfig, wire: _Wire) -> Topic[_Response | None
 
 def _no_answer(config: ClientConfig, error: httpx.HTTPError) -> Finding:
     place = urlsplit(config.url)
-    reason = reason_of(error)
+    reason = message_of(error)
     if (failure := tls_failure(error)) is not None:
         what, advice = failure
         return fail("TLS", f"{config.url}: {what}", f"{advice}. {_own_certificate(config)}")

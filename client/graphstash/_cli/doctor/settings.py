@@ -162,7 +162,7 @@ def _check_trusted(config: ClientConfig, trusted: TrustedKeys) -> Iterator[Findi
         f"{plural(len(revoked), 'revoked key')}",
     )
     for namespace in config.readable:
-        names = [key.name or key.key_id for key in live if key.counts(namespace, at=at)]
+        names = [key.name or key.key_id for key in live if key.accepts(namespace, at=at)]
         if policy is SignaturePolicy.OFF:
             continue
         if names:
@@ -213,7 +213,7 @@ def _check_signing_key(
             )
             return
     at = datetime.now(UTC)
-    if any(key.key_id == own and key.counts(config.namespace, at=at) for key in trusted.keys):
+    if any(key.key_id == own and key.accepts(config.namespace, at=at) for key in trusted.keys):
         yield ok("signing key", f"{path} signs as {own}, trusted here")
     else:
         yield warn(
