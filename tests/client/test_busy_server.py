@@ -368,7 +368,7 @@ def test_job_waits_for_full_backlog_until_the_circuit_opens(host, tmp_path, fami
             job = host(name, url=backlog.url, connect_seconds=0.3)
             ask = partial(job.stash.server._transport.call, "GET", "/v1/stats")
             if is_opened:
-                assert job.cache._when_free(ask).body == b"ok"
+                assert job.cache._retry_while_busy(ask).body == b"ok"
                 assert len(slept) == 1
             else:
                 job.build(key(0))

@@ -92,7 +92,7 @@ def test_missing_run_is_named(two_runs, command):
     for options, status, text in (
         (("--job", "nobody"), 1, "no run of the job nobody is reported"),
         (("--job", "a/b"), 2, "job name"),
-        (("--against", "run-1"), 2, "--against goes with --job"),
+        (("--against", "run-1"), 2, "--against needs --job"),
         (("--job", "nightly", "--against", "run-"), 1, "2 runs begin with 'run-'"),
         (("--job", "nightly", "--against", "nothing"), 1, "no report of a run nothing"),
     ):

@@ -244,7 +244,7 @@ def test_forget_removes_every_copy_of_this_host_and_nothing_else(next_job, comma
     next_job(url="none").put(key(), b"own", METADATA)
     output = command("forget", str(key()), host="host").stdout
     assert output.count("removed torch_xla/") == 2
-    assert "Not touched: servers" in output.replace("\n", " ")
+    assert "Unchanged: servers" in output.replace("\n", " ")
     assert [next_job().is_on_this_host(key(number)) for number in (1, 2)] == [False, True]
     assert next_job().fetch(key(), io.BytesIO()).source == "remote"  # no server was asked
     again = command("forget", key().fingerprint, "--json", host="host").stdout

@@ -42,7 +42,16 @@ from graphstash_schema.listing import ArtifactQuery, ListedArtifact, ListOrder
 if TYPE_CHECKING:
     from graphstash._http.client import ServerClient
 
-__all__ = ["DeviceTypeOption", "KindOption", "find_one", "forget", "is_prefix", "ls", "show"]
+__all__ = [
+    "DeviceTypeOption",
+    "KindOption",
+    "find_one",
+    "forget",
+    "is_prefix",
+    "ls",
+    "option_error",
+    "show",
+]
 
 KindOption = Annotated[
     ArtifactKind | None,
@@ -118,7 +127,7 @@ def ls(
     config = load_config(url=url, namespace=namespace)
     if after and sort not in _ORDERS:
         fail(
-            f"--after goes with --sort {', '.join(_ORDERS)}, not with {sort}: raise --limit",
+            f"--after needs --sort {' or '.join(_ORDERS)}, not {sort}: raise --limit instead",
             status=ExitStatus.USAGE,
         )
     chosen = {
@@ -131,11 +140,11 @@ def ls(
     try:
         query = ArtifactQuery.model_validate(chosen)
     except ValueError as error:
-        fail(_first_line(error), status=ExitStatus.USAGE)
+        fail(option_error(error), status=ExitStatus.USAGE)
     from graphstash._http.client import ServerClient  # slow to import, as are the others below
 
     with closing(ServerClient(config)) as server:
-        found, following = _listed(server, query, sort=sort, limit=limit)
+        found, following = _list(server, query, sort=sort, limit=limit)
     if as_json:
         print_json(
             {
@@ -215,12 +224,14 @@ def forget(
         found = [copy for copy in stash.local.copies(prefix) if key is None or copy.key == key]
         if len({copy.key for copy in found}) > 1:
             several = ", ".join(sorted({str(copy.key) for copy in found})[:3])
-            fail(f"several artifacts begin with {prefix!r}: {several}; write more of it")
+            fail(f"several artifacts begin with {prefix!r}: {several}; give more characters")
         for copy in found:
             try:
                 copy.path.unlink(missing_ok=True)
             except OSError as error:
-                fail(f"{copy.key} of the namespace {copy.namespace} stays: {error.strerror}")
+                fail(
+                    f"cannot remove {copy.key} of the namespace {copy.namespace}: {error.strerror}"
+                )
     if as_json:
         print_json(
             {
@@ -241,7 +252,7 @@ def forget(
         where = "which no server has stored" if copy.origin == OWN else "which a server may have"
         say(f"removed {copy.key} of the namespace {copy.namespace}, {where}")
     say(
-        "Not touched: servers, other hosts, packs that contain it, and processes that have loaded "
+        "Unchanged: servers, other hosts, packs that contain it, and processes that have loaded "
         "it. A server continues to serve it until an administrator withholds or deletes it there."
     )
 
@@ -258,7 +269,7 @@ def find_one(server: "ServerClient", text: str) -> ListedArtifact:
         )
     if len(found) > 1:
         several = ", ".join(str(each.key) for each in found[:3])
-        fail(f"{len(found)} artifacts begin with {prefix!r}: {several}; write more of it")
+        fail(f"{len(found)} artifacts begin with {prefix!r}: {several}; give more characters")
     return found[0]
 
 
@@ -288,11 +299,11 @@ def _key_or_prefix(text: str) -> tuple[ArtifactKey | None, str]:
     return None, text
 
 
-def _listed(
+def _list(
     server: "ServerClient", query: ArtifactQuery, *, sort: Sort, limit: int
 ) -> tuple[list[ListedArtifact], str | None]:
     if sort not in _ORDERS:
-        return _sorted_here(server, query, sort=sort, limit=limit), None
+        return _sort_here(server, query, sort=sort, limit=limit), None
     found: list[ListedArtifact] = []
     following: str | None = query.after
     while following is not None and (not limit or len(found) < limit):
@@ -304,13 +315,13 @@ def _listed(
         except RefusedError as error:  # by a server of an earlier release
             if sort is not Sort.SIZE or following or error.code is not ErrorCode.INVALID_REQUEST:
                 raise
-            return _sorted_here(server, query, sort=sort, limit=limit), None
+            return _sort_here(server, query, sort=sort, limit=limit), None
         found += page.artifacts
         following = None if page.next == following else page.next
     return found[: limit or None], following
 
 
-def _sorted_here(
+def _sort_here(
     server: "ServerClient", query: ArtifactQuery, *, sort: Sort, limit: int
 ) -> list[ListedArtifact]:
     with count_progress() as progress:
@@ -425,8 +436,8 @@ def _seconds(each: ListedArtifact) -> float:
     return each.metadata.compile_seconds if each.metadata else 0.0
 
 
-def _first_line(error: ValueError) -> str:
-    """Return the first error as one line about an option."""
+def option_error(error: ValueError) -> str:
+    """Return the first error of an option as one line with the value."""
     errors = getattr(error, "errors", None)
     if errors is None:
         return str(error)

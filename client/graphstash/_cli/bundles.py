@@ -28,7 +28,7 @@ from graphstash._artifacts.local_tier import LocalTier
 from graphstash._artifacts.standing import Verdict
 from graphstash._artifacts.stash import Stash
 from graphstash._bounded_reader import BoundedReader, digest_of
-from graphstash._cli.artifacts import DeviceTypeOption, KindOption
+from graphstash._cli.artifacts import DeviceTypeOption, KindOption, option_error
 from graphstash._cli.output import (
     Json,
     NamespaceOption,
@@ -42,7 +42,7 @@ from graphstash._cli.output import (
     print_json,
     say,
 )
-from graphstash._cli.patience import PatientClient, fail_midway, patiently
+from graphstash._cli.patience import PatientClient, fail_midway, retry_while_busy
 from graphstash._http.client import ServerClient
 from graphstash._replacing import check_replaceable
 from graphstash._trust.policy import Signatures, SignedSubject
@@ -119,7 +119,7 @@ def export(
     selection = _Selection.of(kind, device_type, fingerprint)
     if local and job is not None:
         fail(
-            "--job goes with a server, which remembers what jobs used: leave out --local",
+            "--job needs a server, which records what jobs used: leave out --local",
             status=ExitStatus.USAGE,
         )
     source: _Source
@@ -225,11 +225,7 @@ class _Selection:
             for each in prefixes or ():
                 ArtifactQuery(fingerprint=each)
         except ValueError as error:
-            what = "--device-type" if "device type" in str(error) else "--fingerprint"
-            fail(
-                f"{what} is out of form: `graphstash ls` shows those of the namespace",
-                status=ExitStatus.USAGE,
-            )
+            fail(option_error(error), status=ExitStatus.USAGE)
         found: list[str] = []
         for each in sorted(set(prefixes or ())):  # skip a prefix that a shorter prefix covers
             if not found or not each.startswith(found[-1]):
@@ -269,7 +265,7 @@ class _ServerSource:
             )
 
     def fetch(self, entry: BundleEntry, into: IO[bytes]) -> bool:
-        downloaded = patiently(lambda: self._server.download(entry.key, into))
+        downloaded = retry_while_busy(lambda: self._server.download(entry.key, into))
         return downloaded is not None and downloaded.digest == entry.digest
 
     def close(self) -> None:
@@ -287,7 +283,7 @@ class _ServerSource:
             )
 
     def _by_job(self, job: ManifestName) -> Iterator[ListedArtifact]:
-        manifest = patiently(lambda: self._server.manifest(job))
+        manifest = retry_while_busy(lambda: self._server.manifest(job))
         if manifest is None:
             fail(
                 f"no run recorded artifacts of the job {job!r} in the namespace "

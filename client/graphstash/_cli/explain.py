@@ -80,7 +80,7 @@ def explain(
         _compare(config, job, against, as_json=as_json)
         return
     if against is not None:
-        fail("--against goes with --job, which names the job", status=ExitStatus.USAGE)
+        fail("--against needs --job: name the job of the runs", status=ExitStatus.USAGE)
     try:
         records = read_last_run(config.cache_dir)
     except OSError as error:
@@ -262,7 +262,7 @@ def _other(server: ServerClient, earlier: Iterable[Run], against: str | None) ->
         return None if other is None else server.run(other.run)
     names = [each.run for each in earlier if each.run.startswith(against)]
     if len(names) > 1 and against not in names:
-        fail(f"{len(names)} runs begin with {shown(against)!r}: write more of it")
+        fail(f"{len(names)} runs begin with {shown(against)!r}: give more characters")
     if not names:
         names = [RunName(against)]  # older than the listed runs
     return server.run(RunName(against) if against in names else names[0])

@@ -34,7 +34,7 @@ from graphstash_schema.names import printable
 
 __all__ = ["login"]
 
-_WAYS_OUT: Final = {
+_EXPLANATIONS: Final = {
     401: "does not accept the JWT: it has expired, or its issuer, its audience or its claims fit "
     "no rule of the server (GRAPHSTASH_OIDC_*)",
     404: "is older than this command: let jobs use the JWT itself as their token",
@@ -137,9 +137,9 @@ def _exchange(config: ClientConfig, jwt: str, request: TokenExchange) -> TokenIs
         try:
             issued = server.exchange(request)
         except RefusedError as error:
-            if error.status not in _WAYS_OUT:
+            if error.status not in _EXPLANATIONS:
                 raise
-            text = f"{config.url} {_WAYS_OUT[error.status]}"
+            text = f"{config.url} {_EXPLANATIONS[error.status]}"
             raise RefusedError(text, code=error.code, status=error.status) from None
     if TOKEN_FORM.fullmatch(issued.token) is None:
         raise TransportError(Reason.PROTOCOL, f"{config.url} answered with something else")
@@ -164,5 +164,5 @@ def _show(info: TokenInfo, config: ClientConfig, *, as_json: bool) -> None:
     until = f" until {info.expires_at:%Y-%m-%d %H:%M} UTC" if info.expires_at else ""
     who = printable(info.description, most=200)
     token = printable(info.id, most=40)
-    text = f"{config.url} knows this job as {who} ({grants}){until}; token {token}"
+    text = f"logged in to {config.url} as {who} ({grants}){until}; token {token}"
     out.print(escape(f"{text} is in {config.token_file}"), soft_wrap=True)

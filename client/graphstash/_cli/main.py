@@ -123,13 +123,13 @@ def _run() -> Any:
     try:
         return app(prog_name="graphstash", standalone_mode=False)
     except _ClickError as error:
-        _tell(error)
+        _print_error(error)
         return ExitStatus.USAGE
     except typer.Abort:
         return ExitStatus.INTERRUPTED
 
 
-def _tell(error: Any) -> None:
+def _print_error(error: Any) -> None:
     if type(error).__name__ == "NoArgsIsHelpError":
         error.show()
         return

@@ -13,7 +13,7 @@ from graphstash.errors import BusyError, CacheError, Reason
 from graphstash_schema import ArtifactKey, ArtifactMetadata, Digest, LookupResponse, Namespace
 from graphstash_schema.listing import ArtifactList, ArtifactQuery
 
-__all__ = ["PatientClient", "fail_midway", "patiently"]
+__all__ = ["PatientClient", "fail_midway", "retry_while_busy"]
 
 _PATIENCE_SECONDS: Final = 60.0
 _MAX_SECONDS: Final = 3600.0
@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 
 class PatientClient(ServerClient):
-    """A client with long timeouts that lists, looks up and uploads `patiently`."""
+    """A client with long timeouts. It lists, looks up and uploads by `retry_while_busy`."""
 
     def __init__(self, config: ClientConfig) -> None:
         super().__init__(
@@ -38,12 +38,12 @@ class PatientClient(ServerClient):
     def list_artifacts(
         self, query: ArtifactQuery, *, namespace: Namespace | None = None
     ) -> ArtifactList:
-        return patiently(partial(super().list_artifacts, query, namespace=namespace))
+        return retry_while_busy(partial(super().list_artifacts, query, namespace=namespace))
 
     def lookup(
         self, keys: Iterable[ArtifactKey], *, namespace: Namespace | None = None
     ) -> LookupResponse:
-        return patiently(partial(super().lookup, tuple(keys), namespace=namespace))
+        return retry_while_busy(partial(super().lookup, tuple(keys), namespace=namespace))
 
     def upload(
         self,
@@ -56,10 +56,10 @@ class PatientClient(ServerClient):
         between_chunks: Callable[[], None] = lambda: None,
     ) -> None:
         send = partial(super().upload, withdrawals=withdrawals, between_chunks=between_chunks)
-        patiently(lambda: send(key, blob, digest, metadata))
+        retry_while_busy(lambda: send(key, blob, digest, metadata))
 
 
-def patiently(call: Callable[[], _T]) -> _T:
+def retry_while_busy(call: Callable[[], _T]) -> _T:
     """Make a call, and retry it up to eight times while the server is busy."""
     for _ in range(_TRIES):
         try:

@@ -223,7 +223,7 @@ def _markdown(content: MonthReport, since: datetime) -> str:
     )
     if content.saved_wall_seconds:
         lines.append(
-            f"The runs of the month ({content.runs} that the server still knows) ended about "
+            f"The runs of the month ({content.runs} that the server still has) ended about "
             f"{format_seconds(content.saved_wall_seconds)} earlier together, by their own "
             "estimate.\n"
         )
