@@ -164,7 +164,8 @@ class TokenInfo(WireModel):
     last_used_at: datetime | None = Field(default=None, description="lags by the flush interval")
     revoked_at: datetime | None = None
     issuer: str | None = Field(
-        default=None, description="whose JWT it was exchanged for; none for other tokens"
+        default=None,
+        description="issuer of the JWT that it was exchanged for; none for other tokens",
     )
 
 
@@ -203,7 +204,7 @@ class Access(WireModel):
     expires_at: datetime | None = None
     issuer: str | None = Field(
         default=None,
-        description="the identity provider of a JWT, or of the one that the token was given for",
+        description="identity provider of the JWT, or of the JWT that was exchanged for the token",
     )
     subject: str | None = Field(
         default=None, description="identity in the JWT that was exchanged for the token"

@@ -34,14 +34,14 @@ __all__ = [
     "Removal",
     "bounded_parts",
     "compare",
-    "described",
-    "differing",
+    "differing_names",
     "digest_of_parts",
+    "format_difference",
     "identity_of",
     "is_of_program",
     "is_reordered",
+    "make_description",
     "name_of",
-    "words",
 ]
 
 MAX_LABEL_CHARACTERS: Final = 128
@@ -201,7 +201,7 @@ def digest_of_parts(parts: Mapping[str, str]) -> str:
 
 
 class Description(RequestModel):
-    """What an artifact was compiled from, or what a missed artifact would be compiled from."""
+    """The inputs from which an artifact was compiled, or from which a missed one would be."""
 
     key: ArtifactKey
     label: str = Field(
@@ -224,8 +224,8 @@ class Description(RequestModel):
         return {**self.environment, **self.program}
 
 
-def described(key: ArtifactKey, label: str, parts: Mapping[str, str]) -> Description:
-    """Return a description within the limits, from parts of any size."""
+def make_description(key: ArtifactKey, label: str, parts: Mapping[str, str]) -> Description:
+    """Make a description within the limits from parts of any size."""
     return Description(
         key=key,
         label=line_of(label, most=MAX_LABEL_CHARACTERS),
@@ -268,7 +268,7 @@ class Relative(WireModel):
 
 
 class Removal(WireModel):
-    """The last time that an artifact was taken away from a namespace."""
+    """The last removal of an artifact from a namespace."""
 
     action: str = Field(description="as in the audit log: `evict`, `delete` or `withhold`")
     at: AwareDatetime
@@ -306,7 +306,7 @@ class ExplainResponse(WireModel):
     )
 
 
-def differing(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
+def differing_names(here: Mapping[str, str], there: Mapping[str, str]) -> list[str]:
     """Return the names of all parts that differ, including opaque keys and digests."""
     return [
         name
@@ -328,7 +328,7 @@ def compare(
     The program's text counts as readable, unless another part shows what changed in it. Constants
     that only one side has belong to its operations, so operations alone explain the difference.
     """
-    names = [name for name in differing(here, there) if name not in _HIDDEN]
+    names = [name for name in differing_names(here, there) if name not in _HIDDEN]
     digests = {
         name
         for name in names
@@ -364,7 +364,7 @@ def name_of(difference: Difference) -> str:
     return _NAMES.get(name, name.replace("_", " "))
 
 
-def words(difference: Difference, *, where: str = "there") -> str:
+def format_difference(difference: Difference) -> str:
     """Return a difference as text: `XLA_FLAGS: --a=1 here, --a=2 there`."""
     name = name_of(difference)
     if difference.part in _DEPENDENCIES:
@@ -379,7 +379,7 @@ def words(difference: Difference, *, where: str = "there") -> str:
         name = "results"
     elif is_reordered(difference):
         name = f"other order of {name}"
-    return f"{name}: {_value_text(difference.here)} here, {_value_text(difference.there)} {where}"
+    return f"{name}: {_value_text(difference.here)} here, {_value_text(difference.there)} there"
 
 
 def is_reordered(difference: Difference) -> bool:

@@ -91,7 +91,7 @@ class HeldLease(WireModel):
     """A running compilation."""
 
     key: ArtifactKey
-    holder: str = Field(description="who compiles, as it says")
+    holder: str = Field(description="who compiles, as the client reports it")
     expires_at: datetime = Field(description="without a renewal")
     waiters: int = Field(ge=0, description="requests waiting in the process that answered")
 

@@ -44,7 +44,7 @@ class ListOrder(StrEnum):
 class ArtifactQuery(RequestModel):
     """Selects artifacts, their order and a page."""
 
-    order: ListOrder = Field(default=ListOrder.FINGERPRINT, description="what comes first")
+    order: ListOrder = Field(default=ListOrder.FINGERPRINT, description="order of the artifacts")
     after: str = Field(
         default="", max_length=512, description="`next` of the page before; empty for the first"
     )
@@ -52,22 +52,22 @@ class ArtifactQuery(RequestModel):
         default=100,
         ge=1,
         le=MAX_LISTED_ARTIFACTS,
-        description=f"most artifacts; at most {MAX_DETAILED_ARTIFACTS} with details",
+        description=f"maximum number of artifacts; at most {MAX_DETAILED_ARTIFACTS} with details",
     )
     kind: ArtifactKind | None = Field(default=None, description="only of this kind")
     device_type: DeviceType | None = Field(default=None, description="only for this device type")
     fingerprint: str = Field(
         default="",
         pattern=r"^[0-9a-f]{0,64}$",
-        description="only those whose fingerprint begins so",
+        description="only artifacts whose fingerprint begins with this",
     )
     label: str = Field(
         default="",
         max_length=MAX_LABEL_CHARACTERS,
         pattern=LINE,
-        description="only those whose label has this text, in any case",
+        description="only artifacts whose label contains this text, ignoring case",
     )
-    details: bool = Field(default=False, description="also tell all parts of each")
+    details: bool = Field(default=False, description="include all parts of each artifact")
 
 
 class ListedArtifact(WireModel):
@@ -81,10 +81,10 @@ class ListedArtifact(WireModel):
     hits: Count = Field(description="lag by the accounting interval")
     label: str = Field(default="", description="what its user calls it; shown, never trusted")
     metadata: ArtifactMetadata | None = Field(
-        default=None, description="of the publisher; its parts only with details"
+        default=None, description="as the publisher sent it; its parts only with details"
     )
     description: Description | None = Field(
-        default=None, description="what it was made of; only with details"
+        default=None, description="what it was compiled from; only with details"
     )
 
 
@@ -96,4 +96,6 @@ class ArtifactList(WireModel):
     """
 
     artifacts: Items[ListedArtifact]
-    next: str | None = Field(default=None, description="where the next page begins; null: it ends")
+    next: str | None = Field(
+        default=None, description="`after` of the next page; null on the last page"
+    )

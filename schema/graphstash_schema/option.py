@@ -21,9 +21,9 @@ class Option(NamedTuple):
 
     def spelled(self, setting: str) -> str:
         """Return the option as the help prints it: `--url`, or `--read-only / --read-write`."""
-        sides = (", ".join(self.giving(value=value)) for value in (True, False))
+        sides = (", ".join(self.flags_for(value=value)) for value in (True, False))
         return " / ".join(filter(None, sides)) or f"--{setting.replace('_', '-')}"
 
-    def giving(self, *, value: bool) -> list[str]:
+    def flags_for(self, *, value: bool) -> list[str]:
         """Return the flags that give the setting this value."""
         return [flag for flag, given in self.flags.items() if given is value]

@@ -40,7 +40,7 @@ class NamespacePolicy(RequestModel):
         default=None,
         gt=0,
         le=_MAX_BYTES,
-        description="most bytes of all its artifacts with their metadata, and of its manifests; "
+        description="maximum bytes of its artifacts with their metadata, and of its manifests; "
         "none: the server's",
     )
     max_artifact_bytes: int | None = Field(
@@ -50,7 +50,7 @@ class NamespacePolicy(RequestModel):
         default=None,
         ge=0.001,
         le=1_000_000,
-        description="of all callers together, on each server; beyond it they are told to wait",
+        description="of all callers together, on each server; others are refused with 429",
     )
 
 

@@ -204,10 +204,10 @@ class Run(WireModel):
 
 
 class RunQuery(WireModel):
-    """Which runs to list, and from which on."""
+    """Which runs to list."""
 
-    job: ManifestName | None = Field(default=None, description="only runs of it")
-    limit: int = Field(default=20, ge=1, le=MAX_LISTED_RUNS, description="most runs")
+    job: ManifestName | None = Field(default=None, description="only runs of this job")
+    limit: int = Field(default=20, ge=1, le=MAX_LISTED_RUNS, description="maximum number of runs")
     since: AwareDatetime | None = Field(
         default=None, description="only runs that started at this time or later"
     )
@@ -223,4 +223,6 @@ class RunList(WireModel):
     """Runs, the latest report first."""
 
     runs: Items[Run]
-    next: str | None = Field(default=None, description="where the next page begins; null: it ends")
+    next: str | None = Field(
+        default=None, description="`after` of the next page; null on the last page"
+    )

@@ -84,7 +84,7 @@ def annotated_option(model: type[Any], name: str) -> Any:
             help_ += f" [default: {default}]"
         kind: Any = Path if Path in (declared.kind, *get_args(declared.kind)) else str
         return Annotated[kind | None, typer.Option(option.spelled(name), help=help_)]
-    on, off = option.giving(value=True), option.giving(value=False)
+    on, off = option.flags_for(value=True), option.flags_for(value=False)
     flags = ["/".join(pair) for pair in zip(on, off, strict=True)] if on and off else on or off
     callback = None if on else _negated
     return Annotated[bool | None, typer.Option(*flags, help=help_, callback=callback)]

@@ -45,7 +45,7 @@ from graphstash_server.services.identity.audit import AuditService
 from graphstash_server.services.identity.authentication import AccessService, KnownTokens
 from graphstash_server.services.identity.oidc import OidcVerifier
 from graphstash_server.services.identity.sessions import SessionService
-from graphstash_server.services.identity.tokens import TokenService, revoked_in
+from graphstash_server.services.identity.tokens import TokenService, revoked_token_in
 from graphstash_server.services.jobs.leases import LeaseService
 from graphstash_server.services.jobs.manifests import ManifestService, PinService
 from graphstash_server.services.jobs.runs import RunService
@@ -109,7 +109,7 @@ class ProcessContext:
             counters=counters, connections=settings.max_connections, tracing=tracing
         )
         self.accounting = Accounting(
-            database=database, counters=counters, clock=clock, bounded=plausible.bound
+            database=database, counters=counters, clock=clock, bound_time=plausible.bound
         )
         self.audit = AuditService(database=database)
         self.tokens = TokenService(database=database, clock=clock)
@@ -448,7 +448,7 @@ def _listener(context: ProcessContext) -> Listener:
     wait_queue = context.wait_queue
 
     def on_notification(payload: str) -> None:
-        token_id = revoked_in(payload)
+        token_id = revoked_token_in(payload)
         if token_id is not None:
             context.access.forget_token(token_id)
         notification = Notification.parse(payload)

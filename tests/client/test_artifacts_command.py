@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from graphstash_schema import ArtifactKey, ArtifactMetadata
-from graphstash_schema.explanation import described
+from graphstash_schema.explanation import make_description
 from support.hostile import Middlebox
 from support.http_server import Answer
 from support.processes import graphstash_on_terminal
@@ -34,7 +34,7 @@ def put(hosts, namespace):
             producer="ana@host:1",
         )
         host.put(key, os.urandom(size), metadata)
-        host.server.describe([described(key, label, parts or {"program": str(key)})])
+        host.server.describe([make_description(key, label, parts or {"program": str(key)})])
         return key
 
     return put
@@ -165,7 +165,7 @@ def test_hostile_labels_and_metadata_are_shown_as_text(put, command, hosts, name
     host = hosts("publisher")
     host.put(key, b"x", metadata)
     parts = {"program": str(key), "jax": "0.10\x1b[2J\n[blink]"}
-    host.server.describe([described(key, label, parts)])
+    host.server.describe([make_description(key, label, parts)])
     for arguments in (("ls",), ("show", "0001"), ("explain", "0001")):
         text = command(*arguments).stdout
         assert not set("\u202e\u2066\u200b\x1b") & set(text), arguments

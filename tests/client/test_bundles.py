@@ -14,7 +14,7 @@ from graphstash._http.client import ServerClient
 from graphstash._replacing import replacing
 from graphstash.errors import BusyError, TransportError
 from graphstash_schema import ArtifactKey, ArtifactMetadata
-from graphstash_schema.explanation import described
+from graphstash_schema.explanation import make_description
 from support.processes import graphstash_on_terminal
 from support.waiting import until, variables_of
 
@@ -38,7 +38,10 @@ def filled(hosts):
             metadata = ArtifactMetadata(compile_seconds=30 + number, raw_size_bytes=4)
             host.put(key, b"%d" % number * 10_000, metadata)
         host.server.describe(
-            [described(key, f"jit(step {n})", {"program": str(n)}) for n, key in enumerate(KEYS)]
+            [
+                make_description(key, f"jit(step {n})", {"program": str(n)})
+                for n, key in enumerate(KEYS)
+            ]
         )
         host.server.update_manifest("nightly", KEYS[:2])
         return host

@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from graphstash_schema import ArtifactKey, ArtifactMetadata
-from graphstash_schema.explanation import described
+from graphstash_schema.explanation import make_description
 from support.json_page import fields_of
 from support.processes import graphstash_here
 from support.waiting import PATIENT_VARIABLES
@@ -27,7 +27,7 @@ def key(hosts, namespace, server):
     key = ArtifactKey.parse("jax", "cpu", namespace.encode().hex().ljust(64, "0"))
     host = hosts("publisher")
     host.put(key, b"x", ArtifactMetadata(compile_seconds=1, raw_size_bytes=1))
-    host.server.describe([described(key, "step", {"program": namespace})])
+    host.server.describe([make_description(key, "step", {"program": namespace})])
     host.server.update_manifest("nightly", [key])
     report = {"job": "nightly", "started_at": "2026-11-22T21:00:00Z", "seconds": 1}
     url = f"{server.url}/v1/{namespace}/runs/run-1/0"

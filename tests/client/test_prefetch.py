@@ -330,7 +330,7 @@ def test_many_small_artifacts_of_one_writer_precede_no_large_artifact_of_another
     large = ArtifactInfo(key=key(0), digest=digest, size_bytes=1024**2)
     small = [ArtifactInfo(key=key(n), digest=digest, size_bytes=300) for n in range(1, 3001)]
     writers = {key(0): 1} | {each.key: 2 for each in small}
-    assert prefetch._shared([*small, large], writers).index(large) < 300
+    assert prefetch._share_by_writer([*small, large], writers).index(large) < 300
 
 
 def test_bytes_that_fail_verification_count_against_the_limit(

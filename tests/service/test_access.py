@@ -365,7 +365,7 @@ async def services(database_url, clock):
         tokens=KnownTokens(database=database, clock=clock),
         oidc=None,
         accounting=Accounting(
-            database=database, counters=Counters.alone(), clock=clock, bounded=lambda at: at
+            database=database, counters=Counters.alone(), clock=clock, bound_time=lambda at: at
         ),
         clock=clock,
     )

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 
 from graphstash_schema import ArtifactKey, ArtifactMetadata, Digest, Namespace
-from graphstash_schema.explanation import SCHEDULE_PART, SPEEDUP_PART, described
+from graphstash_schema.explanation import SCHEDULE_PART, SPEEDUP_PART, make_description
 
 JOB = "pretrain-7b"
 LABEL = "jit(train_step)"
@@ -61,7 +61,7 @@ class Team:
         }
         self._ok(self.http.put(key.artifact_path(self.namespace), content=blob, headers=headers))
         if is_described:
-            description = described(key, label, parts).model_dump(mode="json")
+            description = make_description(key, label, parts).model_dump(mode="json")
             path = f"/v1/{self.namespace}/artifacts:describe"
             self._ok(self.http.post(path, json={"artifacts": [description]}))
         return key

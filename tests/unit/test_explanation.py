@@ -18,10 +18,10 @@ from graphstash_schema.explanation import (
     Relative,
     bounded_parts,
     compare,
-    described,
     digest_of_parts,
+    format_difference,
     identity_of,
-    words,
+    make_description,
 )
 
 DIGEST = "a" * 64
@@ -33,7 +33,7 @@ PARTS = st.dictionaries(st.sampled_from(["program", "jax", "inputs", "jax_key", 
 
 
 def explained(here, there):
-    return [words(each) for each in compare(here, there)]
+    return [format_difference(each) for each in compare(here, there)]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_same_operations_are_named_of_kinds_whose_operations_are_all_counted():
 
     def sentence(there, kind):
         (difference,) = compare(here, there, kind=kind)
-        return words(difference)
+        return format_difference(difference)
 
     changed = "the program itself changed"
     same = (
@@ -186,22 +186,22 @@ def test_any_two_sets_can_be_compared_both_ways(here, there):
     assert bool(differences) == (here != there)
     assert [each.part for each in differences] == [each.part for each in compare(there, here)]
     for each in differences:
-        assert words(each)
-        assert words(each).isprintable()
+        assert format_difference(each)
+        assert format_difference(each).isprintable()
 
 
 @given(parts=st.dictionaries(st.text(min_size=1, max_size=20), st.text(max_size=9000), max_size=9))
 def test_parts_of_any_size_fit(parts):
     fitting = bounded_parts(parts)
     assert sum(len(name) + len(value) for name, value in fitting.items()) <= MAX_PARTS_CHARACTERS
-    assert described(KEY, "label", parts).is_bounded
+    assert make_description(KEY, "label", parts).is_bounded
 
 
 def test_invalid_name_is_left_out_and_refused():
     assert bounded_parts({"\x1b]0;owned": "x", "jax": "1"}) == {"jax": "1"}
     with pytest.raises(ValidationError):
         Description(key=KEY, environment={"\x1b]0;owned": "x"})
-    assert "\x1b" not in words(Difference(part="\x1b]0;owned", here="1", there="2"))
+    assert "\x1b" not in format_difference(Difference(part="\x1b]0;owned", here="1", there="2"))
 
 
 def test_large_values_are_compared_in_one_pass():
@@ -217,7 +217,7 @@ def test_a_program_is_the_same_under_other_flags_and_parts_in_any_order():
     assert identity_of({"graph": "1"}) == ""
     assert digest_of_parts({"a": "1", "b": "2"}) == digest_of_parts({"b": "2", "a": "1"})
     assert digest_of_parts({"a": "1"}) != digest_of_parts({"a": "2"})
-    label = described(KEY, "jit(f)\nx" * 100, {}).label
+    label = make_description(KEY, "jit(f)\nx" * 100, {}).label
     assert label == ("jit(f) x" * 100)[:MAX_LABEL_CHARACTERS]
 
 

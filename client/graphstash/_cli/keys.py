@@ -52,14 +52,14 @@ def generate(path: PrivateFile, *, as_json: Json = False) -> None:
     Then publish with GRAPHSTASH_SIGNING_KEY=PATH. The command creates the file with mode 600. Jobs
     refuse it if other users can access it.
     """
-    with _reported_errors():
+    with _report_errors():
         _show_key(path, SigningKey.generate(path), as_json=as_json)
 
 
 @keys.command()
 def show(path: PrivateFile, *, as_json: Json = False) -> None:
     """Print the public key and the id of a private key."""
-    with _reported_errors():
+    with _report_errors():
         _show_key(path, SigningKey.load(path), as_json=as_json)
 
 
@@ -98,7 +98,7 @@ def trust(
     To change the name, namespaces or expiry of a key, run the command again with all options.
     Options that you omit get their defaults.
     """
-    with _reported_errors(), _locked(file) as (path, trusted):
+    with _report_errors(), _locked(file) as (path, trusted):
         key = TrustedKey(
             public=public,
             name=name,
@@ -121,7 +121,7 @@ def revoke(
     as_json: Json = False,
 ) -> None:
     """Revoke a key. Jobs reject everything that it has signed."""
-    with _reported_errors(), _locked(file) as (path, trusted):
+    with _report_errors(), _locked(file) as (path, trusted):
         revoked = RevokedKey(key_id=SigningKeyId(key_id), reason=reason, at=datetime.now(UTC))
         others = tuple(each for each in trusted.revoked if each.key_id != key_id)
         TrustedKeys(keys=trusted.keys, revoked=(*others, revoked)).write(path)
@@ -132,7 +132,7 @@ def revoke(
 @keys.command(name="list")
 def list_keys(*, file: TrustFile = None, as_json: Json = False) -> None:
     """List trusted and revoked keys."""
-    with _reported_errors():
+    with _report_errors():
         path = _file_of(file)
         trusted = TrustedKeys.read(path)
     if as_json:
@@ -214,7 +214,7 @@ def _locked(file: Path | None) -> Iterator[tuple[Path, TrustedKeys]]:
 
 
 @contextmanager
-def _reported_errors() -> Iterator[None]:
+def _report_errors() -> Iterator[None]:
     try:
         yield
     except ValidationError as error:

@@ -22,10 +22,10 @@ from graphstash_schema.explanation import (
     Relative,
     Removal,
     compare,
-    differing,
+    differing_names,
+    format_difference,
     identity_of,
     name_of,
-    words,
 )
 from graphstash_schema.names import printable
 
@@ -231,7 +231,13 @@ def _compare_with_earlier_runs(
     if earlier is None:
         return Cause(f"not explained: {why}")
     alike = [
-        (len(differing(missed.parts, described.parts)), -at.timestamp(), described, at, namespace)
+        (
+            len(differing_names(missed.parts, described.parts)),
+            -at.timestamp(),
+            described,
+            at,
+            namespace,
+        )
         for described, at, namespace in earlier.compiled
         if described.key.kind == missed.key.kind
         and (described.label == missed.label or _is_same_body(described, missed))
@@ -337,7 +343,7 @@ def _cause_of_removal(removal: Removal) -> Cause:
 
 
 def _differences(differences: Sequence[Difference]) -> str:
-    shown = [words(each) for each in differences[:_SHOWN_DIFFERENCES]]
+    shown = [format_difference(each) for each in differences[:_SHOWN_DIFFERENCES]]
     more = len(differences) - _SHOWN_DIFFERENCES
     if more > 0:
         shown.append(f"{more} more")

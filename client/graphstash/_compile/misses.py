@@ -85,11 +85,13 @@ class MissLog:
                 return
             if reason is None and request.key in self._misses:
                 return  # `Packs` logged it, and its result was too slow or too large for a pack
-            from graphstash_schema.explanation import described  # only a job with misses needs it
+            from graphstash_schema.explanation import (
+                make_description,
+            )  # only a job with misses needs it
 
             script = Path(sys.argv[0] if sys.argv else "").name
             parts = {"script": script, **request.details(), **request.parts}
-            miss = Miss(described(request.key, request.label, parts), reason, detail=detail)
+            miss = Miss(make_description(request.key, request.label, parts), reason, detail=detail)
         except Exception:  # noqa: BLE001 - a compiler may raise any exception for `details`
             _log.debug("a miss cannot be described", exc_info=True)
             return
@@ -105,11 +107,11 @@ class MissLog:
     def describe_pack(self, request: CompileRequest) -> None:
         """Add a description of a published pack for `send`. It contains no program."""
         try:
-            from graphstash_schema.explanation import described, is_of_program
+            from graphstash_schema.explanation import is_of_program, make_description
 
             parts = {**request.details(), **request.parts}
             shared = {name: value for name, value in parts.items() if not is_of_program(name)}
-            description = described(request.key, request.label, shared)
+            description = make_description(request.key, request.label, shared)
         except Exception:  # noqa: BLE001 - a compiler may raise any exception for `details`
             _log.debug("a pack cannot be described", exc_info=True)
             return
@@ -119,12 +121,14 @@ class MissLog:
     def add_parts(self, key: ArtifactKey, parts: Mapping[str, str]) -> None:
         """Add results of a compilation to the description of its program."""
         try:
-            from graphstash_schema.explanation import described
+            from graphstash_schema.explanation import make_description
 
             with self._lock:
                 if (miss := self._misses.get(key)) is not None:
                     before = miss.description
-                    miss.description = described(key, before.label, {**before.parts, **parts})
+                    miss.description = make_description(
+                        key, before.label, {**before.parts, **parts}
+                    )
         except Exception:  # noqa: BLE001 - an explanation must not break a training step
             _log.debug("parts of %s cannot be described", key, exc_info=True)
 

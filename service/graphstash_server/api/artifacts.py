@@ -44,7 +44,7 @@ from graphstash_server.api.publishers import check_publisher, publisher_of
 from graphstash_server.artifact import FoundArtifact
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
-from graphstash_server.reading.conditions import job_named
+from graphstash_server.reading.conditions import job_of
 from graphstash_server.reading.headers import unrecognized_headers
 from graphstash_server.reading.reads import ReadAnswer, ReadRequest, Reads, Unanswered
 from graphstash_server.reading.representation import absent, may_replace
@@ -107,7 +107,7 @@ async def _read(call: NamespaceCall, *, is_head: bool) -> Response:
         is_head,
         headers,
         call.policy,
-        job_named(headers.get(HEADER_JOB)),
+        job_of(headers.get(HEADER_JOB)),
         headers.get(HEADER_COPY) == "1",
     )
     reads = Reads(call.context)
@@ -195,7 +195,7 @@ async def put_artifact(call: NamespaceCall) -> Response:
         only_if_absent=request.headers.get("if-none-match", "").strip() == "*",
         actor=call.actor,
         policy=call.policy,
-        job=job_named(request.headers.get(HEADER_JOB)),
+        job=job_of(request.headers.get(HEADER_JOB)),
         publisher=publisher_of(call) if call.context.region is not None else None,
         withdrawn_until=ListPosition(applied).number if applied is not None else None,
     )

@@ -65,7 +65,7 @@ async def body_chunks(request: Request, *, idle_seconds: float) -> AsyncIterator
     while True:
         began = now()
         try:
-            message = await _received(request, min(idle_seconds, allowed_seconds))
+            message = await _receive(request, min(idle_seconds, allowed_seconds))
         except TimeoutError:
             raise _too_slow(idle_seconds, is_idle=allowed_seconds >= idle_seconds) from None
         if message["type"] == "http.disconnect":
@@ -77,7 +77,7 @@ async def body_chunks(request: Request, *, idle_seconds: float) -> AsyncIterator
             return
 
 
-async def _received(request: Request, seconds: float) -> Message:
+async def _receive(request: Request, seconds: float) -> Message:
     """Return the next message, which may have arrived in time while the event loop was stalled.
 
     Raises:
@@ -119,7 +119,7 @@ async def read_model(
     Raises:
         ServerError: 413, 408 or 400, and the errors of `Call.reauthorize`.
     """
-    return _parsed(await _read_json(call, max_bytes=max_bytes), model)
+    return _parse(await _read_json(call, max_bytes=max_bytes), model)
 
 
 async def read_keys(
@@ -141,7 +141,7 @@ async def read_keys(
         raise ServerError(ErrorCode.TOO_MANY_KEYS, f"{count} keys, {advice}", limit=max_keys)
     keys = _plain_keys(raw, call.namespace, max_keys=max_keys)
     if keys is None:
-        keys = [StoredKey.of(call.namespace, key) for key in _parsed(raw, model).keys]
+        keys = [StoredKey.of(call.namespace, key) for key in _parse(raw, model).keys]
     return keys
 
 
@@ -195,7 +195,7 @@ async def _read_json(call: Call, *, max_bytes: int) -> bytes:
     return bytes(raw) or b"{}"
 
 
-def _parsed(raw: bytes, model: type[M]) -> M:
+def _parse(raw: bytes, model: type[M]) -> M:
     try:
         parsed: M = _adapter(cast("Hashable", model)).validate_json(raw)
     except ValidationError as error:

@@ -100,7 +100,7 @@ def gc(
             f"a blob {'would be ' if dry_run else ''}removed"
         )
         if evict_now and not totals.evicted:
-            is_over = await context.maintenance.evictor.exceeded(is_confirmed=True)
+            is_over = await context.maintenance.evictor.find_exceeded(is_confirmed=True)
             typer.echo(
                 "a limit is exceeded, but the other artifacts are pinned, withheld, or were "
                 "looked up recently"

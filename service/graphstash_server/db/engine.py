@@ -168,7 +168,7 @@ class Database:
         Raises:
             ServerError: 503 if the database does not respond.
         """
-        with self._failures_named():
+        with self._map_errors():
             async with self._reading.connect() as connection:
                 yield connection
 
@@ -182,7 +182,7 @@ class Database:
         """
         if statement.finds_one and (found := self.fetch_now(statement, given)) is not None:
             return found
-        with self._failures_named():
+        with self._map_errors():
             return await self._reads.fetch(statement, given)
 
     def fetch_now(self, statement: Prepared, given: Parameters) -> Sequence[Row] | None:
@@ -204,7 +204,7 @@ class Database:
             NoSpaceError: the disk is full.
             ServerError: 503 if the database does not respond.
         """
-        with self._failures_named():
+        with self._map_errors():
             async with self._write_turn(), self._writing.begin() as connection:
                 yield connection
 
@@ -216,7 +216,7 @@ class Database:
         With `at_once`, PostgreSQL commits each statement at its end, so a server that freezes
         between two statements holds no locks. On SQLite, this makes no difference.
         """
-        with self._failures_named():
+        with self._map_errors():
             if self.is_postgresql:
                 engine = self._reading if at_once else self._writing
                 async with engine.begin() as connection:
@@ -263,7 +263,7 @@ class Database:
             _LOGGER.error("%s", advice_for(reason))
 
     @contextmanager
-    def _failures_named(self) -> Iterator[None]:
+    def _map_errors(self) -> Iterator[None]:
         if (reason := self.corruption) is not None:
             raise CorruptDatabaseError(advice_for(reason))
         try:

@@ -30,9 +30,9 @@ __all__ = [
     "LOCK_SECONDS",
     "alembic_config",
     "check_revision",
-    "failures_named",
     "find_revision",
     "is_of_later_release",
+    "map_database_errors",
     "migrate",
     "newest_revision",
 ]
@@ -64,7 +64,7 @@ def migrate(url: str, *, lock_path: Path) -> None:
     Raises:
         StartError: the database cannot be reached or used.
     """
-    with _locked(lock_path), failures_named(url):
+    with _locked(lock_path), map_database_errors(url):
         found = asyncio.run(find_revision(url))
         if found != newest_revision() and not is_of_later_release(found):
             _upgrade(url)
@@ -116,7 +116,7 @@ async def find_revision(url: str) -> str | None:
     engine = make_engine(make_url(url))
     try:
         async with asyncio.timeout(_READ_SECONDS):
-            with failures_named(url):
+            with map_database_errors(url):
                 async with engine.connect() as connection:
                     return await connection.run_sync(read)
     except TimeoutError:
@@ -216,7 +216,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def failures_named(url: str) -> Iterator[None]:
+def map_database_errors(url: str) -> Iterator[None]:
     """Turn errors of a database or its driver into a `StartError`."""
     shown = make_url(url).render_as_string(hide_password=True)
     try:

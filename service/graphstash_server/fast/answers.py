@@ -38,7 +38,7 @@ from graphstash_server.api.problems import (
 from graphstash_server.context import ProcessContext
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
-from graphstash_server.reading.conditions import job_named
+from graphstash_server.reading.conditions import job_of
 from graphstash_server.reading.headers import CONDITIONAL, READ, relevant_name
 from graphstash_server.reading.reads import ReadAnswer, ReadRequest, Reads, Unanswered
 from graphstash_server.reading.representation import absent, may_redirect
@@ -358,7 +358,7 @@ def _meaning_of(headers: tuple[tuple[bytes, bytes], ...]) -> _Meaning | None:
         return None
     return _Meaning(
         {name: fields[raw].decode("latin-1") for raw, name in CONDITIONAL.items() if raw in fields},
-        job_named(fields[_JOB].decode("latin-1") if _JOB in fields else None),
+        job_of(fields[_JOB].decode("latin-1") if _JOB in fields else None),
         fields.get(_COPY) == b"1",
         connection == b"keep-alive",
     )

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from graphstash_schema import ErrorCode, Fingerprint, Namespace, ReportReason, Scope
-from graphstash_schema.explanation import Relative, described, words
+from graphstash_schema.explanation import Relative, format_difference, make_description
 from graphstash_server.api.calls import key_of
 from graphstash_server.errors import ServerError
 from graphstash_server.keys import StoredKey
@@ -60,7 +60,7 @@ async def _relatives(
     if not entry.is_described:
         return ()
     others = [each for each in visitor.listed(await visitor.namespaces()) if each != where]
-    description = described(entry.artifact.key.key, entry.label, entry.parts)
+    description = make_description(entry.artifact.key.key, entry.label, entry.parts)
     answer = await visitor.context.explanations.explain(
         where, description, readable=[where, *others][:MAX_NAMESPACES]
     )
@@ -91,4 +91,4 @@ async def _comparison(visitor: Visitor, details: ArtifactDetails, against: str) 
 
 
 def _in_words(differences: Any) -> list[str]:
-    return [words(each) for each in differences[:_MAX_DIFFERENCES]]
+    return [format_difference(each) for each in differences[:_MAX_DIFFERENCES]]

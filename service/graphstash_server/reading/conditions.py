@@ -9,14 +9,14 @@ import re
 from graphstash_schema import ErrorCode, ManifestName
 from graphstash_server.errors import ServerError
 
-__all__ = ["job_named", "lists_etag", "requested_range", "requested_wait"]
+__all__ = ["job_of", "lists_etag", "requested_range", "requested_wait"]
 
 _RANGE = re.compile(r"bytes=\s*(\d{0,19})\s*-\s*(\d{0,19})\s*", re.IGNORECASE)
 _WAIT = re.compile(r"(?:^|,)\s*wait\s*=\s*\"?(\d{1,9})\"?\s*(?:$|[,;])", re.IGNORECASE)
 _ETAG = re.compile(r'(?:W/)?("[^"]*")')
 
 
-def job_named(header: str | None) -> str:
+def job_of(header: str | None) -> str:
     """Return the job that `HEADER_JOB` names, or an empty string for no or an invalid name."""
     return header if header is not None and ManifestName.form.fullmatch(header) else ""
 

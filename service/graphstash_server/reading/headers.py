@@ -1,4 +1,4 @@
-"""Request headers of a read: those that the answer depends on, and those that it ignores.
+"""Request headers of a read: headers that affect the answer, and headers that a read ignores.
 
 A request with another header takes the application's path, because the header may announce a body,
 or matter to the parser or a middleware.
@@ -32,7 +32,7 @@ READ: Final = frozenset(
         ),
     }
 )
-"""Headers on which the answer to a read depends."""
+"""Headers that affect the answer to a read."""
 
 _IGNORED: Final = frozenset(
     b"""

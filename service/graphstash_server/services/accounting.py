@@ -176,8 +176,8 @@ class _Part(NamedTuple):
     hour: datetime
     namespaces: Sequence[str]
 
-    def apart(self, skipped: Skipped) -> "list[_Part]":
-        """Return skipped counts in parts that may wait for locks (see `add_requests`)."""
+    def split(self, skipped: Skipped) -> "list[_Part]":
+        """Split skipped counts into parts that may wait for locks (see `add_requests`)."""
         uses = groupby(skipped.uses, key=lambda use: use[0].namespace)
         return [_Part(list(group), self.hour, ()) for _, group in uses] + [
             _Part((), self.hour, (name,)) for name in skipped.namespaces
@@ -190,7 +190,7 @@ class Accounting:
 
     Attributes:
         counters: counters of this host for Prometheus.
-        bounded: corrects the time of a use before it changes the order of eviction.
+        bound_time: corrects the time of a use before it changes the order of eviction.
         healed: rows dropped because their blob was lost or damaged.
         reported: reports that a stored artifact is wrong.
         refused: refused requests, by error code.
@@ -201,7 +201,7 @@ class Accounting:
     database: Database
     counters: Counters
     clock: Clock
-    bounded: Callable[[datetime], datetime]
+    bound_time: Callable[[datetime], datetime]
 
     def __post_init__(self) -> None:
         self._counts = _Counts()
@@ -309,7 +309,7 @@ class Accounting:
                         if failed == _MAX_FAILURES:
                             raise
                         skipped = Skipped(part.uses, part.namespaces)
-                    later += part.apart(skipped)
+                    later += part.split(skipped)
                 for part in later:
                     try:
                         await self._write(part, counts, waits=True)
@@ -348,7 +348,7 @@ class Accounting:
                 connection,
                 part.uses,
                 {name: usage[name].requests for name in part.namespaces},
-                now=self.bounded(self.clock()),
+                now=self.bound_time(self.clock()),
                 hour=part.hour,
                 max_groups=MAX_GROUPS,
                 waits=waits,

@@ -65,8 +65,8 @@ class ExpositionService:
         return _text([self._corrupt(), _gauge("database_up", _DATABASE_UP, 0)])
 
     async def read(self, *, with_database: bool = True) -> bytes:
-        """Return all series. Leave out the database's series without `with_database`, or if the
-        database does not answer in time.
+        """Return all series. Omit those of the database unless `with_database`, or if the database
+        does not answer in time.
         """
         host = list(_of_host(self.counters.host.sums(), is_postgresql=self.database.is_postgresql))
         host.append(self._corrupt())

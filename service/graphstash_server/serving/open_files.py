@@ -11,8 +11,8 @@ __all__ = ["max_handshakes", "within_open_files"]
 _LOGGER = logging.getLogger(__name__)
 
 _PER_CONNECTION: Final = 4
-"""Open files per connection: its socket; a blob, and a duplicate of the socket, while the blob is
-sent; and the socket of a connection beyond `max_connections` that waits."""
+"""Open files per connection: its socket, the blob and a duplicate of the socket during a download,
+and the socket of a further connection that waits for a place."""
 
 _OWN: Final = 256
 """Open files for everything else: listeners, the database, the store, workers."""

@@ -148,16 +148,16 @@ class DiskBlobStore(BlobStore):
         return self._blobs / digest.sha256[:2] / digest.sha256
 
     async def _read(self, call: Callable[[], T]) -> T:
-        with _as_unavailable():
+        with _map_disk_errors():
             return await asyncio.get_running_loop().run_in_executor(self._readers, call)
 
     async def _write(self, call: Callable[[], T]) -> T:
-        with _as_unavailable():
+        with _map_disk_errors():
             return await self._writers.call(call)
 
 
 @contextmanager
-def _as_unavailable() -> Iterator[None]:
+def _map_disk_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -160,7 +160,7 @@ class ObjectBlobStore(BlobStore):
     async def open(self, digest: Digest) -> BlobReader | None:
         """See `BlobStore.open`. The thread that opens a small blob also reads it."""
         opening = self._threads.submit(self._open, digest)
-        with self._failures_named("get a blob"):
+        with self._map_errors("get a blob"):
             try:
                 return await _shielded(opening)
             except asyncio.CancelledError:
@@ -211,11 +211,11 @@ class ObjectBlobStore(BlobStore):
 
     async def _call(self, operation: str, function: Callable[[], T]) -> T:
         """Run `function` in a thread. Raises `ServerError` if the bucket failed."""
-        with self._failures_named(operation):
+        with self._map_errors(operation):
             return await asyncio.get_running_loop().run_in_executor(self._threads, function)
 
     @contextmanager
-    def _failures_named(self, operation: str) -> Iterator[None]:
+    def _map_errors(self, operation: str) -> Iterator[None]:
         """Turn a failure of the bucket into `NoSpaceError` or `ServerError` (`unavailable`)."""
         try:
             yield
@@ -250,7 +250,7 @@ class ObjectBlobStore(BlobStore):
         waits for a thread is dropped.
         """
         sent = self._writers.submit(self._upload, sending, digest)
-        with self._failures_named("put a blob"):
+        with self._map_errors("put a blob"):
             try:
                 await _shielded(sent)
             except asyncio.CancelledError:
@@ -268,7 +268,7 @@ class ObjectBlobStore(BlobStore):
 
     def _open(self, digest: Digest) -> _ObjectReader | None:
         for key in self._keys(digest):
-            found = self._found(self._bucket.get, key, digest)
+            found = self._send_checked(self._bucket.get, key, digest)
             if found is not None:
                 return _ObjectReader(found, key=key, bucket=self._bucket, threads=self._threads)
         return None
@@ -278,15 +278,17 @@ class ObjectBlobStore(BlobStore):
         body, so a 404 from a gateway or for a missing bucket looks like a lost blob. After a 404, a
         GET must confirm that the object itself is missing.
         """
-        found = self._found(self._bucket.head, key, digest)
+        found = self._send_checked(self._bucket.head, key, digest)
         if found is None:
-            found = self._found(self._bucket.get, key, digest)
+            found = self._send_checked(self._bucket.get, key, digest)
         if found is None:
             return None
         found.body.close()
         return found.size_bytes
 
-    def _found(self, send: Callable[[str], Found | None], key: str, digest: Digest) -> Found | None:
+    def _send_checked(
+        self, send: Callable[[str], Found | None], key: str, digest: Digest
+    ) -> Found | None:
         """Call `send`, which sends a GET or HEAD of a blob, and return its response. Blocks.
 
         A size other than the digest's may be a damaged header. If a second response has it too, the

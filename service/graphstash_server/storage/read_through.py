@@ -53,10 +53,10 @@ class ReadThroughFill:
         file: DiskUpload,
         destination: str,
         threads: ThreadPoolExecutor,
-        ended: "Callable[[ReadThroughFill], None]",
+        on_end: "Callable[[ReadThroughFill], None]",
     ) -> None:
-        """Start copying into `file`, which finally gets the name `destination`. `ended` is called
-        when the copy succeeds, fails or is cancelled.
+        """Start copying into `file`, which finally gets the name `destination`. `on_end` is called
+        when the copy has succeeded, failed or been cancelled.
         """
         self.digest = digest
         self.back = back
@@ -67,7 +67,7 @@ class ReadThroughFill:
         self._file = file
         self._destination = destination
         self._threads = threads
-        self._ended = ended
+        self._on_end = on_end
         self._changed = asyncio.Condition()
         self._follower_count = 0
         self._is_found: bool | None = None
@@ -150,7 +150,7 @@ class ReadThroughFill:
         except Exception as error:  # noqa: BLE001 - the followers raise it
             self.failure = error
         finally:
-            self._ended(self)
+            self._on_end(self)
             try:
                 await asyncio.shield(self._on_thread(self._file.discard))
                 await self._notify()

@@ -60,7 +60,7 @@ class TierBudget:
         self._filled_bytes = 0
         self._used_bytes: int | None = None
 
-    def added(self, size_bytes: int) -> None:
+    def count_added(self, size_bytes: int) -> None:
         """Count a new blob. If the total may exceed the limit, scan the directory and evict."""
         with self._lock:
             self._filled_bytes += size_bytes
@@ -227,7 +227,7 @@ class TieredBlobStore(BlobStore):
                 file=file,
                 destination=str(self._path(digest)),
                 threads=self._threads,
-                ended=self._on_fill_end,
+                on_end=self._on_fill_end,
             )
             self._fills[digest.sha256] = fill
         return fill
@@ -244,7 +244,7 @@ class TieredBlobStore(BlobStore):
     def _count(self, size_bytes: int) -> None:
         """Count a new copy. Handles its errors, because the executor would drop them."""
         try:
-            self._budget.added(size_bytes)
+            self._budget.count_added(size_bytes)
         except OSError as error:
             self._log_error(error)
 

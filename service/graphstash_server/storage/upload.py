@@ -34,7 +34,7 @@ __all__ = [
     "SpaceGuard",
     "Spool",
     "feed",
-    "no_space_refused",
+    "map_disk_full",
     "remove_abandoned",
     "sync_directory",
 ]
@@ -44,7 +44,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 @contextmanager
-def no_space_refused() -> Iterator[None]:
+def map_disk_full() -> Iterator[None]:
     """Turn an operating system error for a full disk into `NoSpaceError`."""
     try:
         yield
@@ -189,7 +189,7 @@ class DiskUpload:
     def write(self, chunks: Sequence[bytes]) -> None:
         """Write the next bytes. Raises `LengthMismatchError` or `NoSpaceError`."""
         self._space.check(sum(map(len, chunks)))
-        with self._lock, no_space_refused():
+        with self._lock, map_disk_full():
             if self._fd < 0 and not self._is_discarded:
                 self._path, self._fd = _locked_temporary(self._directory)
             self._incoming.take(chunks, write=lambda view: os.write(self._fd, view))
@@ -213,7 +213,7 @@ class DiskUpload:
         """Make the finished file durable under its final name. Replace an existing file, which
         holds the same bytes or is damaged. Raises `NoSpaceError`.
         """
-        with self._lock, no_space_refused():
+        with self._lock, map_disk_full():
             if self._path is None:
                 return  # discarded
             os.fsync(self._fd)
@@ -377,7 +377,7 @@ class Spool:
         Raises:
             NoSpaceError: there is no room for the whole blob.
         """
-        with self._lock, no_space_refused():
+        with self._lock, map_disk_full():
             if not self.is_in_memory and not self._is_closed:
                 self._space.check(self._digest.size_bytes)
                 self._file = tempfile.TemporaryFile(  # noqa: SIM115 - closed by `close`
@@ -388,7 +388,7 @@ class Spool:
         """Write the next bytes. Raises `LengthMismatchError` or `NoSpaceError`."""
         if not self.is_in_memory:
             self._space.check(sum(map(len, chunks)))
-        with self._lock, no_space_refused():
+        with self._lock, map_disk_full():
             self._incoming.take(chunks, write=self._file.write)
 
     def finish(self, chunks: Sequence[bytes]) -> BinaryIO:

@@ -105,14 +105,14 @@ class UpstreamAccess:
         if decision is not None:
             return decision.principal
         is_confirmed = await self._is_stored(name)
-        return await asyncio.shield(self._asked(name, credentials, is_confirmed=is_confirmed))
+        return await asyncio.shield(self._ask_once(name, credentials, is_confirmed=is_confirmed))
 
     async def prune(self) -> None:
         """Forget callers that were confirmed too long ago."""
         async with self.database.writing() as connection:
             await prune_callers(connection, before=self.clock() - self.offline)
 
-    def _asked(
+    def _ask_once(
         self, name: str, credentials: str, *, is_confirmed: bool
     ) -> "asyncio.Task[Principal | None]":
         """Return the task that asks about a caller. It outlives the requests that wait for it."""
@@ -146,7 +146,7 @@ class UpstreamAccess:
             if answer.status == 401:
                 await self._refuse(name)
                 return None
-            caller = answer.parsed(Principal)
+            caller = answer.parse(Principal)
         except UpstreamError as error:
             return await self._confirmed_before(name, error)
         if caller.kind not in (AccessKind.TOKEN, AccessKind.OIDC):
@@ -203,7 +203,7 @@ class UpstreamAccess:
         if decision is None or not decision.is_valid(now):
             return None
         if decision.is_due(now):
-            self._asked(name, credentials, is_confirmed=True)
+            self._ask_once(name, credentials, is_confirmed=True)
         return decision
 
     def _remember(self, name: str, decision: _Decision) -> None:

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import Final
 
-__all__ = ["CLAIM", "renewed"]
+__all__ = ["CLAIM", "keep_renewed"]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -21,7 +21,7 @@ _RENEWALS: Final = 3
 
 
 @asynccontextmanager
-async def renewed(renew: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
+async def keep_renewed(renew: Callable[[], Awaitable[None]]) -> AsyncIterator[None]:
     """Renew a claim while the body runs. No renewal runs after it."""
 
     async def work() -> None:

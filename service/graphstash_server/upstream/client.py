@@ -84,7 +84,7 @@ class Answer(NamedTuple):
     status: int
     body: bytes
 
-    def parsed(self, model: type[M]) -> M:
+    def parse(self, model: type[M]) -> M:
         """Parse the body. Raise `UpstreamError` if it has another form."""
         try:
             return model.model_validate_json(self.body)
@@ -139,7 +139,7 @@ class UpstreamClient:
             raise UpstreamError(
                 f"{self.url} answers {answer.status}: is it a graphstash server of this release?"
             )
-        return answer.parsed(UpstreamState)
+        return answer.parse(UpstreamState)
 
     async def call(
         self,
@@ -194,7 +194,7 @@ class UpstreamClient:
         answer = await self.call("POST", path, body=request, headers=headers)
         if answer.status != 200:
             raise UpstreamError(f"{self.url} answers a look-up in {namespace} with {answer.status}")
-        return answer.parsed(LookupResponse)
+        return answer.parse(LookupResponse)
 
     @asynccontextmanager
     async def download(self, key: StoredKey, digest: Digest) -> AsyncIterator[httpx.Response]:
@@ -204,7 +204,7 @@ class UpstreamClient:
             UpstreamError: the upstream does not answer, or the transfer stalls.
         """
         self._check()
-        with self._failures_named(may_mark_down=False):
+        with self._map_errors(may_mark_down=False):
             async with (
                 asyncio.timeout(_transfer_seconds(digest)),
                 self._http.stream(
@@ -237,7 +237,7 @@ class UpstreamClient:
         }
         if metadata:
             headers[HEADER_METADATA] = metadata
-        with self._failures_named(may_mark_down=digest.size_bytes <= _MAX_ANSWER_BYTES):
+        with self._map_errors(may_mark_down=digest.size_bytes <= _MAX_ANSWER_BYTES):
             async with asyncio.timeout(_transfer_seconds(digest)):
                 response = await self._http.put(
                     key.artifact_path,
@@ -245,7 +245,7 @@ class UpstreamClient:
                     content=chunks,
                     timeout=self._timeout(_COMMIT_SECONDS),
                 )
-        return self._judged(response, response.content)
+        return self._judge(response, response.content)
 
     def mark_up(self) -> None:
         """Let calls pass, after a probe."""
@@ -279,7 +279,7 @@ class UpstreamClient:
         self, pool: httpx.AsyncClient, request: httpx.Request, *, poll_seconds: float = 0.0
     ) -> Answer:
         seconds = _CONNECT_SECONDS + 2 * self._answer_seconds + poll_seconds
-        with self._failures_named():
+        with self._map_errors():
             async with (
                 asyncio.timeout(seconds),
                 aclosing(await pool.send(request, stream=True)) as response,
@@ -291,9 +291,9 @@ class UpstreamClient:
                         raise UpstreamError(
                             f"an answer of {self.url} exceeds {_MAX_ANSWER_BYTES} bytes"
                         )
-        return self._judged(response, bytes(received))
+        return self._judge(response, bytes(received))
 
-    def _judged(self, response: httpx.Response, body: bytes) -> Answer:
+    def _judge(self, response: httpx.Response, body: bytes) -> Answer:
         """Return an answer, or raise `UpstreamError` if no working upstream has sent it."""
         status = response.status_code
         if status == 429 or (status == 503 and "retry-after" in response.headers):
@@ -336,7 +336,7 @@ class UpstreamClient:
         )
 
     @contextmanager
-    def _failures_named(self, *, may_mark_down: bool = True) -> Iterator[None]:
+    def _map_errors(self, *, may_mark_down: bool = True) -> Iterator[None]:
         """Raise failures as `UpstreamError`, and mark the upstream as down.
 
         Args:

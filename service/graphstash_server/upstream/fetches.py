@@ -52,7 +52,7 @@ from graphstash_server.services.artifacts.uploads import (
     WithdrawnMeanwhileError,
 )
 from graphstash_server.services.wait_queue import WaitQueue
-from graphstash_server.upstream.claims import CLAIM, renewed
+from graphstash_server.upstream.claims import CLAIM, keep_renewed
 from graphstash_server.upstream.client import UpstreamClient, UpstreamError
 from graphstash_server.upstream.setting_aside import UPSTREAM, SetAside
 
@@ -181,7 +181,7 @@ class Fetches:
             return kept
         async with self.database.reading() as connection:
             began = await withdrawal_head(connection, key.namespace)
-        digest = await self._announced(key)
+        digest = await self._find_digest(key)
         if digest is None:
             return "absent"
         await self.set_aside.confirm(key, digest)
@@ -207,7 +207,7 @@ class Fetches:
             return None
         return None if await self.set_aside.find([key]) else "absent"
 
-    async def _announced(self, key: StoredKey) -> Digest | None:
+    async def _find_digest(self, key: StoredKey) -> Digest | None:
         """Return the digest in the upstream's database. Follow the namespace from then on.
 
         The region does not apply a withdrawal that it learns of before it follows the namespace. So
@@ -255,7 +255,7 @@ class Fetches:
                 await renew_download(connection, key, until=self.clock() + CLAIM)
 
         try:
-            async with renewed(renew), self._slots:
+            async with keep_renewed(renew), self._slots:
                 yield True
         finally:
             async with self.database.writing() as connection:

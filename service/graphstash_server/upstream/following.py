@@ -1,4 +1,4 @@
-"""Follower: asks the upstream every three seconds whether it answers, and what changed.
+"""Follower: probes the upstream every three seconds, and applies its changes.
 
 Each process probes. One process at a time applies policies and withdrawals to the database. One
 transaction deletes an artifact and adds the withdrawal to this server's own list, which hosts
@@ -355,7 +355,7 @@ class Follower:
         answer = await self.client.ask(path)
         if answer.status != 200:
             raise UpstreamError(f"the withdrawals of {namespace} answer {answer.status}")
-        return answer.parsed(WithdrawalList)
+        return answer.parse(WithdrawalList)
 
     async def _withdraw(self, namespace: Namespace, entry: Withdrawal) -> None:
         if (withdrawn := _withdrawn(namespace, entry)) is not None:

@@ -156,7 +156,7 @@ class RegionalLeases(LeaseService):
             )
             if answer.status not in (200, 201, 202):
                 raise UpstreamError(f"it refuses a lease with {answer.status}")
-            answered = answer.parsed(LeaseReply)
+            answered = answer.parse(LeaseReply)
             match answered.state:
                 case LeaseState.GRANTED:
                     token = f"{reply.token}.{answered.token}"

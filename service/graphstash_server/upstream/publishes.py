@@ -40,7 +40,7 @@ from graphstash_server.errors import ServerError, ShortBlobError
 from graphstash_server.keys import StoredKey
 from graphstash_server.services.artifacts.service import ArtifactService, OpenArtifact
 from graphstash_server.services.artifacts.uploads import Upload, withheld
-from graphstash_server.upstream.claims import CLAIM, renewed
+from graphstash_server.upstream.claims import CLAIM, keep_renewed
 from graphstash_server.upstream.client import Answer, UpstreamClient, UpstreamError
 from graphstash_server.upstream.fetches import Fetches
 from graphstash_server.upstream.setting_aside import UPSTREAM
@@ -154,7 +154,7 @@ class Publishes:
                 await renew_publish(connection, queued.key, digest, until=until)
 
         try:
-            async with renewed(renew):
+            async with keep_renewed(renew):
                 outcome = await self._send_or_fail(queued)
             if outcome == "early":
                 await renew(_WITHDRAWALS_PAUSE)
@@ -255,7 +255,7 @@ def _outcome(answer: Answer) -> str:
         return "sent"
     if answer.status == 412:  # withdrawn since the upstream was asked
         return "early"
-    if answer.status in (403, 409) and answer.parsed(Problem).code in _UNWANTED:
+    if answer.status in (403, 409) and answer.parse(Problem).code in _UNWANTED:
         return "conflict"
     return "dropped" if answer.status in _FINAL else "refused"
 

@@ -137,7 +137,7 @@ class Region:
                 "POST", f"{ADMIN_PREFIX}/tokens:exchange", body=request, credentials=credentials
             )
             if answer.status == 201:
-                return answer.parsed(TokenIssued)
+                return answer.parse(TokenIssued)
         except UpstreamError as error:
             raise ServerError(ErrorCode.UNAVAILABLE, f"no token was issued: {error}") from None
         raise ServerError(

@@ -21,7 +21,7 @@ from graphstash.tuning.memory.team import TeamMemory
 from graphstash.tuning.space import MAX_COST
 from graphstash.tuning.spaces import ParameterSpace
 from graphstash_schema import DeviceType
-from graphstash_schema.explanation import SCHEDULE_PART, SPEEDUP_PART, described
+from graphstash_schema.explanation import SCHEDULE_PART, SPEEDUP_PART, make_description
 from graphstash_schema.listing import ArtifactQuery
 from support.cases import tiles
 from support.memory_ranks import MemoryRanks, Values
@@ -214,7 +214,7 @@ class Host:
         stash = self.cache.stash
         assert stash.put(request.key, raw, metadata)
         if problem is not None:  # other hosts find it by its label
-            stash.server.describe([described(request.key, request.label, request.parts)])
+            stash.server.describe([make_description(request.key, request.label, request.parts)])
 
 
 def record(tile=32, **other):

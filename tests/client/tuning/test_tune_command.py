@@ -11,7 +11,7 @@ import pytest
 
 from graphstash.tuning.memory.problem import HELION_LABEL, Problem
 from graphstash_schema import ArtifactKey, ArtifactMetadata, DeviceType
-from graphstash_schema.explanation import described
+from graphstash_schema.explanation import make_description
 from support.json_page import fields_of
 from support.processes import graphstash
 from support.waiting import variables_of
@@ -30,7 +30,7 @@ def publish(hosts):
         payload = json.dumps(answer).encode()
         host = hosts("publisher")
         host.put(key, payload, ArtifactMetadata(compile_seconds=1, raw_size_bytes=len(payload)))
-        host.server.describe([described(key, label, {"a": "b"})])
+        host.server.describe([make_description(key, label, {"a": "b"})])
         return key
 
     return publish

@@ -30,7 +30,7 @@ from graphstash.tuning.memory.findings import (
 from graphstash.tuning.memory.problem import Problem
 from graphstash.tuning.space import Configuration, SearchSpace
 from graphstash_schema import ArtifactKey
-from graphstash_schema.explanation import SCHEDULE_PART, SPEEDUP_PART, described
+from graphstash_schema.explanation import SCHEDULE_PART, SPEEDUP_PART, make_description
 
 __all__ = ["MAX_BEST", "Journal", "Measure", "in_turns"]
 
@@ -221,7 +221,7 @@ class Journal:
                 continue
             if outcome is PackOutcome.STORED:
                 with suppress(CacheError):  # the artifact is stored without a description
-                    name = described(request.key, request.label, request.parts)
+                    name = make_description(request.key, request.label, request.parts)
                     self._cache.stash.server.describe([name])
             return
         self._cache.record_fallback(

@@ -116,8 +116,8 @@ class Allocator:
                 raise excess.refusal
 
     @contextmanager
-    def opened(self, allocation: Allocation) -> Iterator[None]:
-        """Release the taken room at the end: the database counts the artifact, or it failed."""
+    def releasing(self, allocation: Allocation) -> Iterator[None]:
+        """Release the taken room: the database counts the artifact, or the upload failed."""
         try:
             yield
         finally:
@@ -126,7 +126,7 @@ class Allocator:
                 del self._taken[allocation.namespace]
             self._unwritten_bytes -= allocation.step_bytes
 
-    async def admitted_chunks(
+    async def admit_chunks(
         self, allocation: Allocation, chunks: AsyncIterator[bytes]
     ) -> AsyncIterator[bytes]:
         """Pass on the bytes of a blob once they have room.

@@ -33,7 +33,7 @@ _MAX_FOUND: Final = 50
 _MAX_USERS: Final = 20
 _TUNED: Final = "tuned "
 _HELION: Final = "Helion kernel "
-"""What the labels of tuned kernels begin with; the next words name the kernel."""
+"""Prefixes of the labels of tuned kernels. The name of the kernel follows."""
 
 _PREFIX: Final = re.compile(r"[0-9a-f]{4,64}")
 
@@ -68,8 +68,8 @@ class CatalogService:
             return await list_latest(connection, namespaces, limit=limit)
 
     async def search(self, namespaces: Sequence[Namespace], text: str) -> list[DescribedArtifact]:
-        """Return artifacts with this label or prefix of the fingerprint. Of the latest
-        `MAX_SEARCHED`, also return those with the text in label, producer or toolchain.
+        """Return artifacts with this label or prefix of the fingerprint, and those among the latest
+        `MAX_SEARCHED` whose label, producer or toolchain contains the text.
         """
         text = text.strip()
         if not text:
@@ -88,7 +88,7 @@ class CatalogService:
         self, namespaces: Sequence[Namespace], name: str, *, limit: int
     ) -> tuple[list[DescribedArtifact], bool]:
         """Return tuned kernels whose names begin with a text, in the order of their names, and
-        whether there may be more. A name of Helion's may have `Helion kernel` in front.
+        whether there may be more. The text may begin with `Helion kernel`, as Helion's labels do.
 
         Each namespace has an equal share of `limit`, and at least ten.
         """

@@ -85,7 +85,7 @@ class Evictor:
         limits (`LimitDoubts`) unless an operator has confirmed them.
         """
         evicted = 0
-        for namespace, goal_bytes in await self.exceeded(is_confirmed=is_confirmed):
+        for namespace, goal_bytes in await self.find_exceeded(is_confirmed=is_confirmed):
             evicted += await self.shrink(
                 namespace, goal_bytes=goal_bytes, actor=actor, reason=OVER_SOFT_LIMIT
             )
@@ -100,7 +100,7 @@ class Evictor:
         artifacts in `planned` as evicted, and add the yielded ones to it.
         """
         planned = planned or Planned()
-        for namespace, goal_bytes in await self.exceeded(
+        for namespace, goal_bytes in await self.find_exceeded(
             is_confirmed=is_confirmed, freed_bytes=planned.freed_bytes
         ):
             async with self.database.reading() as connection:
@@ -135,7 +135,7 @@ class Evictor:
             evicted += len(gone)
         return evicted
 
-    async def exceeded(
+    async def find_exceeded(
         self, *, is_confirmed: bool, freed_bytes: Mapping[str | None, int] = NOTHING_FREED
     ) -> list[tuple[str | None, int]]:
         """Return each namespace (None: the store) that exceeds its soft limit even without the

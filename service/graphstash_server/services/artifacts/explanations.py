@@ -25,7 +25,7 @@ from graphstash_schema.explanation import (
     Relative,
     Removal,
     compare,
-    differing,
+    differing_names,
     identity_of,
     is_of_program,
     is_reordered,
@@ -203,7 +203,7 @@ def _nearest(rows: Sequence[DescribedArtifact], wanted: Description) -> tuple[Re
 
     def distance(row: DescribedArtifact) -> tuple[int, bool, float]:
         return (
-            len(differing(wanted.parts, row.parts)),
+            len(differing_names(wanted.parts, row.parts)),
             not _is_same_program(row, identity),
             -row.artifact.created_at.timestamp(),
         )

@@ -349,12 +349,14 @@ class ArtifactService:
         began = monotonic()
         collecting = self.collect_soon(withdrawn)
         done, _ = await asyncio.wait({collecting}, timeout=_DELETE_SECONDS)
-        await self._outlast_rows(began, is_deleted=bool(done) and withdrawn in collecting.result())
+        await self._await_stale_rows(
+            began, is_deleted=bool(done) and withdrawn in collecting.result()
+        )
         return True
 
-    async def _outlast_rows(self, began: float, *, is_deleted: bool) -> None:
-        """Wait until no process has the row of an artifact in memory that was deleted before
-        `began`, unless no process can read its blob.
+    async def _await_stale_rows(self, began: float, *, is_deleted: bool) -> None:
+        """Wait until no process has the row of an artifact that was deleted at `began` in memory.
+        Do not wait if no process can read the blob any more.
         """
         if self.has_tiers or not is_deleted:
             await asyncio.sleep(began + _DELETE_SECONDS - monotonic())
@@ -421,7 +423,7 @@ class ArtifactService:
             after = page[-1].key
         began = monotonic()
         deleted, left = await self._collect_pages(list(dict.fromkeys(withdrawn)))
-        await self._outlast_rows(began, is_deleted=deleted >= set(withdrawn))
+        await self._await_stale_rows(began, is_deleted=deleted >= set(withdrawn))
         return Cleared(len(withdrawn), left)
 
     async def _collect_pages(self, digests: Sequence[Digest]) -> tuple[set[Digest], int]:

@@ -532,12 +532,12 @@ class UploadService:
         try:
             with ExitStack() as held:
                 held.enter_context(self.collector.uploading(upload.digest))
-                held.enter_context(self.allocator.opened(allocation))
+                held.enter_context(self.allocator.releasing(allocation))
                 async with limit:
                     is_unused = await self.collector.settle(upload.digest)
                     received = _timed(chunks, limit)
                     await self.blobs.put(
-                        upload.digest, self.allocator.admitted_chunks(allocation, received)
+                        upload.digest, self.allocator.admit_chunks(allocation, received)
                     )
                     upload = await self._look_again(upload)
                 committing = self._in_background(self._commit(upload, held.pop_all()))

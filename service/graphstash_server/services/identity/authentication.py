@@ -166,7 +166,7 @@ class KnownTokens:
             self._settle(batch, error)
         else:
             batch = {name: found for name, found in batch.items() if name in self._reading}
-            known = {token_id: _known(rows.get(token_id)) for token_id in batch}
+            known = {token_id: _known_token(rows.get(token_id)) for token_id in batch}
             for token_id, token in known.items():
                 self._remember(token_id, _Seen(read_at, read_at, token))
             self._settle(batch, known)
@@ -211,7 +211,7 @@ class KnownTokens:
             kept.popitem(last=False)
 
 
-def _known(row: TokenRow | None) -> KnownToken | None:
+def _known_token(row: TokenRow | None) -> KnownToken | None:
     if row is None or row.info.revoked_at is not None:
         return None
     principal = Principal(

@@ -49,7 +49,7 @@ __all__ = [
     "MAX_LIVE_TOKENS",
     "TokenService",
     "new_token_id",
-    "revoked_in",
+    "revoked_token_in",
     "sha256_of_secret",
 ]
 
@@ -109,7 +109,7 @@ class TokenService:
             grants=request.grants,
             created_at=now,
             created_by=actor.name,
-            expires_at=_checked_expiry(request.expires_at, now=now),
+            expires_at=_check_expiry(request.expires_at, now=now),
         )
         return await self._issue(info, actor=actor)
 
@@ -219,7 +219,7 @@ def sha256_of_secret(secret: str) -> str:
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
-def revoked_in(payload: str) -> str | None:
+def revoked_token_in(payload: str) -> str | None:
     """Return the id of the token whose revocation a notification reports, else None."""
     word, _, token_id = payload.partition(" ")
     return token_id if word == _REVOKED else None
@@ -263,7 +263,7 @@ async def _check_room(
             )
 
 
-def _checked_expiry(expires_at: datetime | None, *, now: datetime) -> datetime | None:
+def _check_expiry(expires_at: datetime | None, *, now: datetime) -> datetime | None:
     if expires_at is None:
         return None
     if not now < expires_at < _LATEST:

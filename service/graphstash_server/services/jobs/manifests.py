@@ -76,7 +76,7 @@ class ManifestService:
             namespace, blob_bytes=0, row_bytes=more * MANIFEST_ENTRY_BYTES, actor=actor
         )
         await self.allocator.check(allocation)
-        with self.allocator.opened(allocation):
+        with self.allocator.releasing(allocation):
             await self.allocator.take(allocation, allocation.row_bytes)
             async with self.database.writing_in_steps() as steps:
                 run = partial(_merge, name=name, keys=unique, writer=writer, now=self.clock())

@@ -95,7 +95,7 @@ async def _chosen(
     if options.toolchain is not None:
         async for page in retention.of_toolchains(options.toolchain, namespace=options.namespace):
             yield "toolchain", page
-    async for page in maintenance.retired():
+    async for page in maintenance.find_retired():
         yield "retention", page
 
 

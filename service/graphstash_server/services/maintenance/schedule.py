@@ -194,14 +194,14 @@ class Maintenance:
     async def retain(self) -> int:
         """Evict the artifacts that retention chooses. Return their number."""
         evicted = 0
-        async for page in self.retired():
+        async for page in self.find_retired():
             evicted += await self.evictor.evict(page, actor=Actor.server(), reason="retention")
         if evicted:
             _LOGGER.info("evicted %d artifacts by age or toolchain", evicted)
             await self.collector.collect_marked()
         return evicted
 
-    async def retired(self) -> AsyncIterator[list[Candidate]]:
+    async def find_retired(self) -> AsyncIterator[list[Candidate]]:
         """Yield pages of the artifacts that retention chooses."""
         if self.unused_longer_than is not None:
             async for page in self.retention.unused(self.unused_longer_than):

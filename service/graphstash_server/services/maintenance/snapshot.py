@@ -22,7 +22,12 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from graphstash_schema import Digest
 from graphstash_server.db.corruption import advice_for, corruption_in, first_problem
 from graphstash_server.db.engine import make_engine
-from graphstash_server.db.migrate import failures_named, find_revision, migrate, newest_revision
+from graphstash_server.db.migrate import (
+    find_revision,
+    map_database_errors,
+    migrate,
+    newest_revision,
+)
 from graphstash_server.db.queries.shared import KEY_COLUMNS
 from graphstash_server.db.sqlite import connect
 from graphstash_server.db.tables import (
@@ -78,7 +83,7 @@ def take_snapshot(url: str, path: Path) -> None:
     """
     remove_snapshot(path)
     parsed = make_url(url)
-    with _failures_named(path), failures_named(url):
+    with _map_errors(path), map_database_errors(url):
         if parsed.get_backend_name() == "sqlite":
             with closing(connect(parsed, is_reader=True)) as live, closing(_open(path)) as copy:
                 live.backup(copy)  # in one step, so that no write comes between
@@ -114,7 +119,7 @@ def load_snapshot(path: Path, url: str) -> None:
         path.replace(target)
         sync_directory(target.parent)
         return
-    with failures_named(url):
+    with map_database_errors(url):
         migrate(url, lock_path=path.with_name("migrate.lock"))
         asyncio.run(_import(path, parsed))
     remove_snapshot(path)
@@ -335,7 +340,7 @@ def _read(url: str, statement: Executable) -> Sequence[Any]:
         finally:
             await engine.dispose()
 
-    with failures_named(url):
+    with map_database_errors(url):
         return asyncio.run(read())
 
 
@@ -348,7 +353,7 @@ def _open(path: Path) -> sqlite3.Connection:
 
 
 def _check(path: Path, message: Callable[[str], str]) -> None:
-    with _failures_named(path), closing(_open(path)) as snapshot:
+    with _map_errors(path), closing(_open(path)) as snapshot:
         if (reason := first_problem(snapshot)) is not None:
             raise BackupError(message(reason))
 
@@ -369,7 +374,7 @@ def remove_snapshot(path: Path, *, logs_only: bool = False) -> None:
 
 
 @contextmanager
-def _failures_named(path: Path) -> Iterator[None]:
+def _map_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except sqlite3.Error as error:
