@@ -402,5 +402,5 @@ class Withdrawals:
 
 
 def _has_digest(proof: "Provenance", *, sha256: str) -> bool:
-    """Whether a copy has this digest, or no recorded digest."""
+    """Return whether a copy has this digest, or no recorded digest."""
     return proof.sha256 in ("", sha256)

@@ -68,7 +68,7 @@ class Budget(NamedTuple):
         return None if self.soft_bytes is None else int(self.soft_bytes * _ROOM_SHARE)
 
     def exceeds_soft_limit(self, used_bytes: int) -> bool:
-        """Whether the soft limit is exceeded."""
+        """Return whether the soft limit is exceeded."""
         return self.soft_bytes is not None and used_bytes > self.soft_bytes
 
 
@@ -222,7 +222,7 @@ class PolicyService:
         return self._policies[namespace]
 
     async def is_anything_public(self) -> bool:
-        """Whether anonymous callers may read any namespace."""
+        """Return whether anonymous callers may read any namespace."""
         await self._refresh()
         return self._is_anything_public
 

@@ -137,7 +137,7 @@ class WaitQueue:
             self.count -= 1
 
     def is_poller(self, key: StoredKey, ticket: Ticket) -> bool:
-        """Whether this waiter polls the database for all waiters of its key."""
+        """Return whether this waiter polls the database for all waiters of its key."""
         return self._waiting[key][0] is ticket
 
     def wake(self, notification: Notification) -> None:

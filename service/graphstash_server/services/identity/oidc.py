@@ -201,7 +201,7 @@ async def _json(http: httpx.AsyncClient, url: str) -> dict[str, Any]:
 
 
 def _is_protected(url: str) -> bool:
-    """Whether no third party can change the response: https, or a server on this host."""
+    """Return whether no third party can change the response: https, or a server on this host."""
     parts = urlsplit(url)
     if parts.scheme == "https":
         return True
@@ -276,7 +276,7 @@ class OidcVerifier:
         }
 
     def trusts(self, issuer: str) -> bool:
-        """Whether this server accepts JWTs of an issuer."""
+        """Return whether this server accepts JWTs of an issuer."""
         return issuer in self._issuers
 
     def fresh_keys(self, issuer: str) -> object | None:

@@ -47,11 +47,11 @@ class Principal(Access):
         return any(grant.namespaces == "*" for grant in self.grants)
 
     def may_read(self, namespace: Namespace, policy: NamespacePolicy) -> bool:
-        """Whether the caller may read a namespace. Its policy may allow anonymous reads."""
+        """Return whether the caller may read a namespace. Its policy may allow anonymous reads."""
         return policy.anonymous_read or self.allows(Scope.READ, namespace)
 
     def may(self, scope: Scope, namespace: Namespace, policy: NamespacePolicy) -> bool:
-        """Whether the caller has `scope` in a namespace, given its policy.
+        """Return whether the caller has `scope` in a namespace, given its policy.
 
         In a trusted namespace, any scope but `read` requires a grant that names the namespace
         exactly, or the administrator of the server.
