@@ -163,7 +163,7 @@ def context():
 
 client = ProcessClient("https://127.0.0.1:9", context=context)
 os.register_at_fork(before=forking.set)
-thread = threading.Thread(target=client.connected)
+thread = threading.Thread(target=client.connect)
 thread.start()
 making.wait(60)
 if (child := os.fork()) == 0:

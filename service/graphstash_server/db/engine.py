@@ -30,7 +30,7 @@ from sqlalchemy.pool import NullPool
 from graphstash_schema import ErrorCode
 from graphstash_server.db.corruption import advice_for, corruption_in
 from graphstash_server.db.prepared import NOTHING, Parameters, Prepared, Row, Transaction
-from graphstash_server.db.reads import PostgresLane, Reads, SqliteLane
+from graphstash_server.db.reads import PostgresLane, ReadLanes, SqliteLane
 from graphstash_server.db.sqlite import (
     HintingCompiler,
     SqliteConnection,
@@ -127,7 +127,7 @@ class Database:
                 self.url, pool_size=connections, max_overflow=0, pool_timeout=_POOL_SECONDS
             )
             self._reading = self._writing.execution_options(isolation_level="AUTOCOMMIT")
-            self._reads = Reads(
+            self._reads = ReadLanes(
                 [PostgresLane(self._reading) for _ in range(lanes)], is_postgresql=True
             )
             return
@@ -148,7 +148,7 @@ class Database:
             SqliteThread(self.url, name=f"sqlite-read-{number}", is_reader=True)
             for number in range(_LANES)
         ]
-        self._reads = Reads([SqliteLane(thread) for thread in threads], is_postgresql=False)
+        self._reads = ReadLanes([SqliteLane(thread) for thread in threads], is_postgresql=False)
         self._writer = SqliteThread(self.url, name="sqlite-write")
 
     @property

@@ -19,7 +19,7 @@ from graphstash_server.db.prepared import Compiled, Parameters, Prepared, Row
 from graphstash_server.db.sqlite import SqliteThread, as_core_error
 from graphstash_server.logs import in_background
 
-__all__ = ["Lane", "PostgresLane", "Reads", "SqliteLane"]
+__all__ = ["Lane", "PostgresLane", "ReadLanes", "SqliteLane"]
 
 Read: TypeAlias = tuple[Compiled, tuple[Any, ...]]
 """A statement and its bound values."""
@@ -43,7 +43,7 @@ class Lane(Protocol):
         """Release the connection."""
 
 
-class Reads:
+class ReadLanes:
     """Distributes reads among lanes. Use it from one event loop."""
 
     def __init__(self, lanes: Sequence[Lane], *, is_postgresql: bool) -> None:
