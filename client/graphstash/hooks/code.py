@@ -19,7 +19,7 @@ import struct
 import sys
 import threading
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import _lru_cache_wrapper, partial
 from importlib.util import resolve_name
 from pathlib import Path
@@ -34,7 +34,7 @@ from types import (
     SimpleNamespace,
     WrapperDescriptorType,
 )
-from typing import Any, Final
+from typing import Any, Final, cast
 
 __all__ = ["CodeDescriber", "UndescribableError", "content_of", "package_of"]
 
@@ -324,7 +324,7 @@ class CodeDescriber:
         if self.is_known(str(kernel.__module__)):
             return f"{kind} {name} {platform.python_version()} {own}"
         try:
-            key, tree = kernel.cache_key, kernel.parse()
+            key, tree, scope = kernel.cache_key, kernel.parse(), _scope_of(kernel)
         except Exception as error:
             raise UndescribableError(f"{name}: {error!r}") from error
         given = [
@@ -332,26 +332,29 @@ class CodeDescriber:
             for each in kernel.signature.parameters.values()
             if each.default is not each.empty
         ]
-        context = self._context(kernel.fn, _chains_of_text(kernel.fn, tree), is_kernel=True)
+        context = self._context(kernel.fn, _chains_of_text(scope, tree), scope)
         return f"{kind}({key} {own} {given}; {context})"
 
     def _context(
         self,
         function: FunctionType,
         chains: Iterable[tuple[str, ...]],
-        *,
-        is_kernel: bool = False,
+        scope: Mapping[str, Any] | None = None,
     ) -> str:
-        """Describe the defaults of a function and the outer values that it reads by `chains`."""
+        """Describe the defaults of a function and the outer values that it reads by `chains`. With
+        a scope, Triton compiles the function, and reads these values by name.
+        """
         defaults = [self.describe(function.__defaults__), self.describe(function.__kwdefaults__)]
         read = [
-            f"{'.'.join(chain)}={self._read(function, chain, is_kernel=is_kernel)}"
+            f"{'.'.join(chain)}={self._read(function, chain, scope)}"
             for chain in dict.fromkeys(chains)
         ]
         return f"{', '.join(defaults)}; {'; '.join(read)}"
 
-    def _read(self, function: FunctionType, chain: tuple[str, ...], *, is_kernel: bool) -> str:
-        value = _look_up(function, chain[0])
+    def _read(
+        self, function: FunctionType, chain: tuple[str, ...], scope: Mapping[str, Any] | None
+    ) -> str:
+        value = _look_up(function, chain[0], scope)
         if value is hash and chain == ("hash",) and function.__code__.co_name == "__hash__":
             return "hash"  # its number only places an object in a table, as that of a dataclass
         if value is _ABSENT and chain[0].startswith(_IMPORTED):
@@ -361,7 +364,7 @@ class CodeDescriber:
             # Python may read any attribute of an object, so describe the whole object. A kernel
             # reads only these attributes.
             is_path = isinstance(value, ModuleType) or _is_kernel(value) or self.is_path(value)
-            if not (is_kernel or is_path):
+            if scope is None and not is_path:
                 added = self._added(value, name)
                 break
             try:
@@ -568,9 +571,11 @@ def _bits_of_nan(value: Any) -> str:
     return struct.pack("<2d", value.real, value.imag).hex()
 
 
-def _look_up(function: FunctionType, name: str) -> Any:
+def _look_up(function: FunctionType, name: str, scope: Mapping[str, Any] | None = None) -> Any:
     if name.startswith(_IMPORTED):
         return sys.modules.get(name.removeprefix(_IMPORTED), _ABSENT)
+    if scope is not None and name in scope:
+        return scope[name]
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     if name in cells:
         return content_of(cells[name], default=_ABSENT)
@@ -586,7 +591,14 @@ def _is_left_for_thread(
     return is_only and type(_look_up(function, chain[0])) is threading.local
 
 
-def _chains_of_text(function: FunctionType, tree: ast.Module) -> Iterator[tuple[str, ...]]:
+def _scope_of(kernel: Any) -> Mapping[str, Any]:
+    """Return the outer values that Triton reads. In 3.3, they do not include closures."""
+    if hasattr(kernel, "get_capture_scope"):
+        return cast("Mapping[str, Any]", kernel.get_capture_scope())
+    return cast("Mapping[str, Any]", kernel.__globals__)
+
+
+def _chains_of_text(scope: Mapping[str, Any], tree: ast.Module) -> Iterator[tuple[str, ...]]:
     """Yield the outer names that the text of a kernel reads, each with its attributes. Triton
     compiles the text, not the bytecode, and reads the global until a local name is assigned.
     """
@@ -595,9 +607,8 @@ def _chains_of_text(function: FunctionType, tree: ast.Module) -> Iterator[tuple[
     local = {
         each.id for each in ast.walk(tree) if isinstance(each, ast.Name) and _is_assigned(each)
     }
-    outside = {*function.__globals__, *function.__code__.co_freevars}
     for chain in _Chains().of(tree):
-        if chain[0] not in arguments and (chain[0] in outside or chain[0] not in local):
+        if chain[0] not in arguments and (chain[0] in scope or chain[0] not in local):
             yield chain
 
 

@@ -201,6 +201,19 @@ _VALUES = (
         "by(1)",
     ),
     _reads(
+        "global that a closure hides only in later versions",
+        "NUMBER = tl.constexpr(HERE)\n\ndef make(NUMBER):\n    @triton.jit\n    def by(x):\n"
+        "        return x * NUMBER\n    return by\n\nby = make(2)",
+        "by(1)",
+        only_in="",
+    ),
+    _reads(
+        "globals that a program assigns",
+        "@triton.jit\ndef by(x):\n    return x * NUMBER\n\n"
+        "by.__globals__ = globals() | {'NUMBER': tl.constexpr(HERE)}",
+        "by(1)",
+    ),
+    _reads(
         "class of a function",
         "class Mine(triton.runtime.jit.JITFunction):\n    by = HERE\n\n"
         "def by(x):\n    return x * 2\n\nby = Mine(by)",
@@ -253,6 +266,12 @@ _REPLACED = (
         "class of a source",
         _CALL,
         before="class Mine(ASTSource):\n    by = HERE\n\nASTSource = Mine\n",
+    ),
+    _reads(
+        "text of a function that a function of Triton calls",
+        "inner = tl.standard._sum_combine\ntl.sum.cache_key\n"
+        "inner._unsafe_update_src(inner.src + '\\n# HERE')",
+        "tl.sum(tl.load(x + tl.arange(0, 4)), axis=0)",
     ),
     _compiles("number of Triton", f"tl.core.TRITON_MAX_TENSOR_NUMEL = HERE\n{_CALL}", "64", "128"),
     *(
@@ -707,6 +726,15 @@ _REVERSE = (
         f"triton.compiler.CompiledKernel.launch_enter_hook = HERE\n{_CALL}",
         "None",
         "print",
+        relation=_EQUAL,
+    ),
+    _compiles(
+        "tuner in place of Triton's",
+        "def tune(*_, **__):\n    return os.environ['HERE']\n\n"
+        "triton.autotune = triton.testing.do_bench = tune\n"
+        f"triton.runtime.autotuner.Autotuner.run = tune\n{_CALL}",
+        "ONE",
+        "OTHER",
         relation=_EQUAL,
     ),
     _compiles(

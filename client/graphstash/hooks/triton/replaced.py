@@ -29,6 +29,8 @@ _OWN: Final = frozenset(
         "__builtins__",  # a table of Python, to which notebooks and test runners add names
         # Triton calls these around a compilation. They change no kernel.
         *("cache_hook", "compiled_hook", "jit_cache_hook", "jit_post_compile_hook"),
+        # These choose arguments and options, which keys contain.
+        *("autotune", "heuristics", "Autotuner", "Config", "Heuristics"),
         # Triton calls these around a launch, and assigns these while it profiles one.
         *("launch_enter_hook", "launch_exit_hook", "profiling_on", "command_line"),
         # Tables that Triton fills while it runs. `modules` is that of Python.
@@ -39,9 +41,12 @@ _OWN: Final = frozenset(
 )
 """Members whose values may change without a change of any kernel."""
 
-_OF_LAUNCHES: Final = re.compile(r"triton\.(backends\.\w+|runtime)\.driver")
-"""Modules that find a GPU and launch kernels on it. Triton assigns their members when a GPU starts.
-They change no kernel: Triton's key contains the GPU for which they ask Triton to compile."""
+_OF_LAUNCHES: Final = re.compile(
+    r"triton\.((backends\.\w+|runtime)\.driver|runtime\.autotuner|testing)"
+)
+"""Modules that find a GPU, and that launch, tune and measure kernels on it. Triton assigns their
+members when a GPU starts. They change no kernel: keys contain the GPU, arguments and options for
+which they ask Triton to compile."""
 
 _ABSENT: Final = object()
 
@@ -58,8 +63,14 @@ _parts: Final[list[tuple[Any, ...]]] = []
 """The parts of each of these functions that a program can assign, as they were first."""
 
 
+_kernels: Final[list[tuple[str, Any, tuple[Any, ...]]]] = []
+"""Triton's functions in its own language: place, function, and text and options at first."""
+
+
 def replaced_members() -> Iterator[tuple[str, Any]]:
-    """Yield each member that is not Triton's: its place, and its value. None: it was deleted."""
+    """Yield each member that is not Triton's, or has another text: its place, and its value. None:
+    it was deleted.
+    """
     _remember(len(sys.modules))
     for place, (present, ids, members) in _known.items():
         if [*map(id, present.values())] == ids:
@@ -69,6 +80,9 @@ def replaced_members() -> Iterator[tuple[str, Any]]:
             is_expected = _root_of(value) == "graphstash" or _is_submodule(place, name, value)
             if not is_expected and value is not members.get(name, _ABSENT):
                 yield f"{place}.{name}", value
+    for place, kernel, before in _kernels:
+        if _text_and_options(kernel) != before:
+            yield f"text of {place}", kernel
 
 
 def changed_in_place() -> str:
@@ -110,6 +124,12 @@ def _remember_parts(place: str, value: Any) -> None:
     elif type(value) is FunctionType:
         _functions.append((place, value))
         _parts.append((value.__code__, value.__defaults__, value.__kwdefaults__))
+    elif type(value).__module__ == "triton.runtime.jit":
+        _kernels.append((place, value, _text_and_options(value)))
+
+
+def _text_and_options(kernel: Any) -> tuple[Any, ...]:
+    return tuple(getattr(kernel, name, None) for name in ("src", "noinline", "debug"))
 
 
 def _contents_of(table: Any) -> list[Any]:

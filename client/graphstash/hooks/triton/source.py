@@ -112,12 +112,12 @@ def values_in(source: Any) -> str:
     if source is None:
         raise _unshared("what Triton compiles is not known")
     function = getattr(source, "fn", None)
-    if not hasattr(function, "cache_key"):  # Triton's own assembly, whose text is in Triton's key
-        return ""
     describer = _Describer()
     kind = type(source)
     try:
         own = "" if describer.is_known(kind.__module__) else describer.describe(kind)
+        if not hasattr(function, "cache_key"):  # IR or assembly, whose text is in Triton's key
+            return own
         signature = [*map(_fields, source.signature.values())]
         constants = describer.describe(dict(getattr(source, "constants", None) or {}))
         return f"{own} {signature} {constants} {describer.describe(function)}"
