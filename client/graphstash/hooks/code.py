@@ -122,6 +122,16 @@ _OF_PYBIND11: Final = ("PyCapsule", "pybind11_detail_function_record_")
 _OPTIONS: Final = ("noinline", "debug", "do_not_specialize", "do_not_specialize_on_alignment")
 """Arguments of `triton.jit` that a kernel's `cache_key` omits."""
 
+_TUNERS: Final = "triton.runtime.autotuner"
+
+_MEASURED: Final = frozenset(
+    {
+        *("bench_time", "best_config", "cache", "configs_timings", "do_bench", "nargs"),
+        "restore_copies",
+    }
+)
+"""Attributes that a tuner of Triton assigns when it runs, or uses only then."""
+
 _MAX_OBJECTS: Final = 20_000
 """Maximum number of objects in one description. Code with more probably refers to a library."""
 
@@ -294,6 +304,10 @@ class CodeDescriber:
         if isinstance(value, enum.Enum):
             own = {k: v for k, v in vars(value).items() if k not in _OF_MEMBER}
             content = f"{value.name}, {self.describe(value.value)}, {self.describe(own)}"
+        elif tuner := [each for each in cls.__mro__ if each.__module__ == _TUNERS]:
+            # torch compiles its kernel with its configurations. It calls no method of a subclass.
+            own = {k: v for k, v in vars(value).items() if k not in _MEASURED}
+            cls, content = tuner[0], self.describe(own)
         elif not _is_all_in_dict(cls) or not hasattr(value, "__dict__"):
             raise UndescribableError(f"a {cls.__module__}.{cls.__qualname__}")
         else:

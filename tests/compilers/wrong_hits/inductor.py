@@ -1012,11 +1012,12 @@ def _runs(
     expression: str = "1.0",
     around: str = "",
     constant: str = "1",
+    relation: Relation = Relation.DIFFER,
 ) -> Pair:
     """Return a pair whose graphs contain Triton kernels."""
     text = _KERNEL.replace("BEFORE", before).replace("EXPRESSION", expression)
     text = text.replace("AROUND", around).replace("CONSTANT", constant)
-    return pair(name, text, *values, in_one_process=True)
+    return pair(name, text, *values, relation=relation, in_one_process=True)
 
 
 def _given(name: str, before: str, given: str, *values: str) -> Pair:
@@ -1226,6 +1227,14 @@ _AROUND_CODE = (
         "what runs before a kernel",
         around="configs = [triton.Config({}, pre_hook=lambda named: named['x'].fill_(HERE))]\n"
         "kernel = triton.autotune(configs, key=[], do_bench=lambda *_, **__: 1.0)(kernel)",
+    ),
+    _runs(
+        "times that the team's tuner has measured",
+        before="from graphstash.tuning.targets.triton import autotune",
+        around="configs = [triton.Config({}, num_warps=warps) for warps in (4, 8)]\n"
+        "kernel = autotune(configs, key=[], do_bench=lambda *_, **__: 1.0)(kernel)\n"
+        "kernel.bench_time, kernel.cache[()] = HERE, configs[0]",
+        relation=Relation.EQUAL,
     ),
 )
 
