@@ -81,14 +81,15 @@ def test_python_without_graphstash_starts_normally():
     assert (result.stdout, result.stderr) == ("1\n", "")
 
 
-def test_run_names_the_python_of_the_command_if_it_lacks_graphstash(tmp_path):
+@pytest.mark.parametrize("options", [(), ("--fail-on-miss",)])
+def test_run_names_the_python_of_the_command_if_it_lacks_graphstash(tmp_path, options):
     venv.create(tmp_path)
     python = str(tmp_path / "bin/python")
     child = f"import subprocess; subprocess.run([{python!r}, '-c', '']); print(1)"
-    result = graphstash("run", "--", python, "-c", child)
+    result = graphstash("run", *options, "--", python, "-c", child)
     said = f"graphstash: {python} cannot import graphstash: "
     assert (result.stdout, result.stderr.count(said)) == ("1\n", 1)
-    assert graphstash("run", "--", sys.executable, "-c", child).stderr == ""
+    assert graphstash("run", *options, "--", sys.executable, "-c", child).stderr == ""
 
 
 JOB = "import graphstash, os; graphstash.install(); print('trained')"

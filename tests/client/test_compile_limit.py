@@ -78,6 +78,15 @@ def test_fallback_ends_job_with_another_status(run):
     assert "would be compiled: the cache could not help (connect)" in outcome.stderr
 
 
+def test_job_that_may_not_compile_ends_if_a_setting_cannot_be_used(run, settings):
+    variables = settings | {"GRAPHSTASH_URL": "cache"}
+    message = "graphstash: the job ends: GRAPHSTASH_URL='cache': expected http://host:port"
+    alone = python(BUILD + "build(1)", **variables, GRAPHSTASH_FAIL_ON_MISS=1)
+    for outcome in (alone, run("build(1)", "--fail-on-miss", GRAPHSTASH_URL="cache")):
+        assert (outcome.returncode, outcome.stdout) == (75, "")
+        assert outcome.stderr.startswith(message)
+
+
 def test_without_graphstash_run_the_process_ends_itself(settings):
     outcome = python(BUILD + "build(1)", **settings, GRAPHSTASH_FAIL_ON_MISS=1)
     assert (outcome.returncode, outcome.stdout) == (86, "")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from graphstash._compile.stats import Counters, Stats
 from graphstash._executor import BoundedExecutor
@@ -62,6 +62,8 @@ _MANIFEST_SECONDS = 5.0
 
 _TRACES_SECONDS = 2.0
 """Seconds that the trace collector may delay the process's exit."""
+
+_FAIL_ON_MISS: Final = "GRAPHSTASH_FAIL_ON_MISS"
 
 _FILES: Final = ("ca_file", "client_cert", "signing_key", "trusted_keys")
 """Settings that are paths of files. `install` reports an unusable file."""
@@ -521,6 +523,8 @@ def _session(settings: dict[str, Any]) -> Session | None:
                     return None
                 _current = Session(config)
             except (ConfigError, OSError) as error:
+                if _fails_on_miss(settings):
+                    _end_without_cache(str(error))
                 log_once([f"disabled: {error}; the job runs without the cache"])
                 return None
             log_once(notices(config, os.environ))
@@ -530,6 +534,24 @@ def _session(settings: dict[str, Any]) -> Session | None:
         elif settings and not _current.is_closed and not _may_keep(_current, settings):
             return None
         return None if _current.is_closed else _current
+
+
+def _fails_on_miss(settings: Mapping[str, Any]) -> bool:
+    """Return whether a job whose settings cannot be used may still not compile."""
+    environ = {_FAIL_ON_MISS: os.environ.get(_FAIL_ON_MISS, "")}
+    with suppress(ConfigError):
+        return ClientConfig.load(environ, fail_on_miss=settings.get("fail_on_miss")).fail_on_miss
+    return False
+
+
+def _end_without_cache(why: str) -> NoReturn:
+    from graphstash._compile.compile_limit import STATUS_NO_CACHE
+    from graphstash._process import run_end
+
+    if not run_end.claim_end(STATUS_NO_CACHE):
+        run_end.wait_for_end(STATUS_NO_CACHE)
+    print_to_stderr(f"graphstash: the job ends: {why} ({_FAIL_ON_MISS})")
+    run_end.end_run(STATUS_NO_CACHE)
 
 
 def _may_keep(session: Session, settings: dict[str, Any]) -> bool:

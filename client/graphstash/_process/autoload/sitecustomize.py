@@ -29,7 +29,9 @@ def _register() -> None:
         from graphstash._entry_points import load
     except Exception:  # noqa: BLE001 - another environment's Python, possibly a much older version
         # Name the Python of the command itself only: its children may be any programs.
-        is_command = os.environ.get("_GRAPHSTASH_RUN", "").endswith("-" + str(os.getpid()))
+        # `graphstash run` replaces itself with it, or waits for it if a setting may end the job.
+        runner = os.getppid() if "_GRAPHSTASH_END" in os.environ else os.getpid()
+        is_command = os.environ.get("_GRAPHSTASH_RUN", "").endswith("-" + str(runner))
         if is_command and sys.stderr:
             sys.stderr.write(
                 f"graphstash: {sys.executable} cannot import graphstash: it runs without the "
