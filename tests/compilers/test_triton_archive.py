@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import struct
 from types import SimpleNamespace
 
@@ -212,6 +213,7 @@ def test_key_of_kernel_holds_contents_of_libraries(tmp_path):
     found = set()
     for content in (b"one", b"other"):
         library.write_bytes(content)
+        os.utime(library, (1, 1))  # as `cp --preserve` does
         found.add(libraries_of(options))
     library.unlink()
     found.add(libraries_of(options))

@@ -204,20 +204,25 @@ def _sample_of_ptxas(arch: int) -> str:
 
 
 def _sample(path: Path) -> str:
-    return _sample_of_version(path, path.stat().st_mtime_ns)
+    return _sample_of_version(path, *_version_of(path))
 
 
 def _digest(path: Path) -> str:
-    return _digest_of_version(path, path.stat().st_mtime_ns)
+    return _digest_of_version(path, *_version_of(path))
+
+
+def _version_of(path: Path) -> tuple[int, int, int]:
+    status = path.stat()
+    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns
 
 
 @cache
-def _sample_of_version(path: Path, _changed_ns: int) -> str:
+def _sample_of_version(path: Path, *_version: int) -> str:
     return sample_of(path)
 
 
 @cache
-def _digest_of_version(path: Path, _changed_ns: int) -> str:
+def _digest_of_version(path: Path, *_version: int) -> str:
     return sha256(path.read_bytes()).hexdigest()
 
 
