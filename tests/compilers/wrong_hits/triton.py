@@ -665,6 +665,11 @@ _UNSHARED = (
         for member, change in _IN_PLACE
     ),
     _compiles(
+        "table that a program changes before the hook looks",
+        f"import triton.tools.link\n\ntriton.tools.link.TABLE = {{'by': lambda: HERE}}\n{_CALL}",
+        reason=r"the program has changed triton\.tools\.link\.TABLE",
+    ),
+    _compiles(
         "module in place of one of Triton",
         "from triton.compiler import compiler\n"
         f"compiler.ir = types.ModuleType('passes', 'HERE')\n{_CALL}",

@@ -54,7 +54,9 @@ _known: Final[dict[str, tuple[Mapping[str, Any], list[int], dict[str, Any]]]] = 
 """By name of a module or class: its present members, their first IDs, and the members of Triton."""
 
 _tables: Final[dict[str, tuple[Any, list[Any], list[int]]]] = {}
-"""By place of a table in Triton: the table, its first contents, and their IDs."""
+"""By place of a table in Triton: the table, its first contents, and their IDs, or none if a program
+has changed the table before.
+"""
 
 _functions: Final[list[tuple[str, FunctionType]]] = []
 """Triton's functions, each with its place."""
@@ -120,7 +122,8 @@ def _remember_parts(place: str, value: Any) -> None:
     value = getattr(value, "__func__", value)  # static and class methods
     if type(value) in (dict, list, set):
         contents = _contents_of(value)
-        _tables[place] = (value, contents, [*map(id, contents)])
+        is_tritons = not any(map(_is_foreign, contents))
+        _tables[place] = (value, contents, [*map(id, contents)] if is_tritons else [])
     elif type(value) is FunctionType:
         _functions.append((place, value))
         _parts.append((value.__code__, value.__defaults__, value.__kwdefaults__))
