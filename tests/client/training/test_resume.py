@@ -96,11 +96,37 @@ def test_averaged_parameters_are_updated_every_step_and_saved(tmp_path):
         run(9, checkpoints=tmp_path / "whole")
 
 
+def test_generators_of_the_model_the_loss_and_the_dataset_resume(tmp_path):
+    class Noisy(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 1)
+            self.noise = torch.Generator().manual_seed(3)
+
+        def forward(self, x):
+            return super().forward(x) + torch.rand(1, generator=self.noise)
+
+    def losses_of(steps, **options):
+        dataset, weights, model = Broken(), random.Random(4), Noisy()
+        dataset.broken, dataset.jitter = False, random.Random(5)
+        of = (model, training.SGD(model.parameters(), lr=0.1), training.Batches(dataset, 4))
+        torch.nn.init.zeros_(model.weight)
+        torch.nn.init.zeros_(model.bias)
+
+        def loss(model, batch):
+            return mse(model, batch) * weights.random()
+
+        return run(steps, of=of, loss=loss, **options)[0].losses
+
+    first = losses_of(3, checkpoints=tmp_path)
+    assert first + losses_of(8, checkpoints=tmp_path) == losses_of(8)
+
+
 class Broken(torch.utils.data.Dataset):
     """A dataset with one unreadable element, until it is repaired."""
 
     def __init__(self):
         self.broken = True
+        self.jitter = None
         self.inputs = torch.randn(24, 4, generator=torch.Generator().manual_seed(3))
 
     def __len__(self):
@@ -109,7 +135,8 @@ class Broken(torch.utils.data.Dataset):
     def __getitem__(self, index):
         if self.broken and index == 13:
             raise OSError("a damaged file")
-        return self.inputs[index], self.inputs[index].sum(0, keepdim=True)
+        inputs = self.inputs[index] + (self.jitter.random() if self.jitter else 0)
+        return inputs, inputs.sum(0, keepdim=True)
 
 
 class Fails(training.Callback):

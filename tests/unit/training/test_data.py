@@ -194,6 +194,62 @@ class Noisy(data.Dataset):
         return index + torch.rand(1).item() / 4 + random.random() / 4 + np.random.rand() / 4
 
 
+class Own(data.Dataset):
+    """Draw from generators of its own: in an attribute, in another object, and in a closure."""
+
+    def __init__(self):
+        self.rng = random.Random(1)
+        self.generator = torch.Generator().manual_seed(2)
+        self.transforms = [Jitter(), closing_over(seeded())]
+
+    def __len__(self):
+        return 10
+
+    def __getitem__(self, index):
+        drawn = torch.rand(1, generator=self.generator).item() + self.rng.random()
+        return index + (drawn + sum(each() for each in self.transforms)) / 8
+
+
+class Jitter:
+    def __init__(self):
+        self.old, self.new = np.random.RandomState(4), np.random.default_rng(5)
+
+    def __call__(self):
+        return self.old.rand() + self.new.random()
+
+
+def closing_over(generator):
+    return lambda: torch.rand(1, generator=generator).item()
+
+
+class Buffered(data.IterableDataset):
+    """Shuffle in a buffer, with a function that draws a number below another."""
+
+    def __init__(self, below):
+        self.below = below
+
+    def __iter__(self):
+        buffer = []
+        for number in range(40):
+            buffer.append(number)
+            if len(buffer) > 5:
+                yield buffer.pop(self.below(len(buffer)))
+        random.shuffle(buffer)
+        yield from buffer
+
+
+def by_torch():
+    return Buffered(lambda below: int(torch.randint(below, ())))
+
+
+class FilesInRandomOrder(data.IterableDataset):
+    def __iter__(self):
+        files = list(range(10))
+        random.shuffle(files)
+        torch.rand(1)
+        yield from files
+
+
 class Stream(data.IterableDataset):
     def __iter__(self):
         return (i + torch.rand(1).item() for i in range(10))
@@ -254,17 +310,26 @@ LOADERS = {
     "distributed": lambda: data.DataLoader(
         Noisy(), 3, sampler=data.DistributedSampler(Noisy(), num_replicas=2, rank=1)
     ),
+    "generators of the dataset": lambda: data.DataLoader(Own(), 3, shuffle=True),
+    "generators of batches": lambda: Batches(Own(), 3),
+    "files": lambda: data.DataLoader(FilesInRandomOrder(), 3),
+    "own buffer": lambda: data.DataLoader(Buffered(random.Random(6).randrange), 3),
     "stream": lambda: data.DataLoader(Stream(), 3),
     "endless": Crops,
     "list": lambda: [torch.tensor([i]) for i in range(4)],
     "own state": OwnState,
     "batches": lambda: Batches(Noisy(), 3),
 }
+
+
+def persistent(dataset):
+    options = {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 1}
+    return data.DataLoader(dataset, 3, shuffle=True, **options)
+
+
 WITH_WORKERS = {
     "workers": lambda: data.DataLoader(Noisy(), 3, shuffle=True, num_workers=2),
-    "persistent workers": lambda: data.DataLoader(
-        torch.arange(10), 3, shuffle=True, num_workers=2, persistent_workers=True
-    ),
+    "persistent workers": lambda: persistent(torch.arange(10)),
 }
 
 
@@ -290,6 +355,7 @@ def check_going_on(make, directory, stop, between):
     path = directory / "state.pt"
     torch.save({"data": position.state_dict(), "random": host_random_state()}, path)
     expected = run(position, 9, between)
+    position.state_dict()
     position.close()
     seed(2)
     state = torch.load(path, weights_only=True)
@@ -298,19 +364,73 @@ def check_going_on(make, directory, stop, between):
     set_random_state(state["random"])
     assert position.state_dict()["batch"] == state["data"]["batch"]
     assert run(position, 9, between) == expected
+    position.state_dict()
     position.close()
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_any_data_resumes_at_its_position(name, tmp_path):
+def test_any_data_resumes_at_its_position(name, tmp_path, caplog):
     """The position is at the start, in the middle or at the end of the first epochs."""
     for stop in range(8):
         check_going_on(LOADERS[name], tmp_path, stop, between=stop % 3)
+    # Only the draws of these could have been kept, as far as a position can tell.
+    assert ("resumes" in caplog.text) == (name in {"stream", "endless"})
 
 
-@pytest.mark.parametrize(("name", "stop"), [("workers", 2), ("persistent workers", 4)])
-def test_data_of_worker_processes_resumes_at_its_position(name, tmp_path, stop):
+@pytest.mark.parametrize(
+    ("name", "stop"), [("workers", 2), ("persistent workers", 4), ("persistent workers", 6)]
+)
+def test_data_of_worker_processes_resumes_at_its_position(name, tmp_path, stop, caplog):
     check_going_on(WITH_WORKERS[name], tmp_path, stop, 1)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("make", "cause"),
+    [
+        (
+            lambda: data.DataLoader(by_torch(), 3),
+            "draw in turn from the global generator of torch",
+        ),
+        (
+            lambda: persistent(Noisy()),
+            "persistent workers draw random numbers",
+        ),
+        (
+            lambda: persistent(Own()),
+            "persistent workers draw random numbers",
+        ),
+    ],
+)
+def test_draws_that_cannot_be_repeated_are_reported_on_saving_and_resuming(make, cause, caplog):
+    seed(1)
+    position = DataPosition(make())
+    run(position, 6, between=1)
+    state, generators = position.state_dict(), host_random_state()
+    again = DataPosition(make())
+    again.load_state_dict(state)
+    assert [cause in message for message in caplog.messages] == [True, True]
+    set_random_state(generators)
+    resumed = run(again, 6, between=1)
+    set_random_state(generators)
+    assert run(position, 6, between=1) != resumed
+    position.close()
+    again.close()
+
+
+def test_a_buffer_whose_generator_no_other_code_uses_resumes_without_a_warning(tmp_path, caplog):
+    for stop in range(1, 6):
+        check_going_on(lambda: data.DataLoader(by_torch(), 3), tmp_path, stop, between=0)
+    assert not caplog.records
+
+
+def test_a_generator_that_a_resumed_run_lacks_is_reported(caplog):
+    dataset = Squares()
+    position = DataPosition(Batches(dataset, 2))
+    dataset.late = random.Random(1)
+    state = position.state_dict()
+    DataPosition(Batches(Squares(), 2)).load_state_dict(state)
+    assert "generator '_source.late (Random 1)'" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["shuffled", "own generator", "batch sampler", "stream"])

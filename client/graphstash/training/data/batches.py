@@ -67,6 +67,7 @@ class Batches:
             raise ConfigError(f"batch_size must be at least 1 (got {batch_size})")
         if not 0 <= rank < world:
             raise ConfigError(f"rank must be from 0 to {world - 1} (got {rank})")
+        self._source = (data, collate)
         self._take, self._samples = _source(data, collate)
         self._batch_size = batch_size
         self._seed = seed

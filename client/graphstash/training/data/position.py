@@ -5,23 +5,34 @@ stores its own position. For a DataLoader, or other data that gives one epoch pe
 module stores the state of the random generators at the start of the epoch. Resuming starts that
 epoch again, and loads and drops the batches that were used. For long epochs, use `Batches`.
 
-Two random states cannot be restored: generators of a dataset outside its attribute `generator`, and
-generators of persistent workers after their first epoch.
+The generators that the data has of its own continue with their saved states. Two kinds of draws
+cannot be repeated, so `DataPosition` watches for them and warns:
+
+* An iterable dataset and other code, such as a model with dropout, draw in turn from one global
+  generator. Loading the batches again draws other numbers. That changes later batches if the
+  dataset keeps what it drew, as a shuffle buffer does.
+* A dataset draws in persistent workers. Only their first epoch begins with a known state.
 
 This module never reads a device: CUDA and torch_xla generators have their state on the host. For
 torch_xla, save the state right after `torch_xla.sync()`. After a draw, the state that torch_xla
 returns lacks the seed from which the next `sync()` makes a new one.
 """
 
+import logging
+import pickle
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, Self
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from graphstash.errors import ConfigError
+from graphstash.training.data.generators import generators_in, plain, restore, states_of
 
 __all__ = [
     "DataPosition",
@@ -30,6 +41,8 @@ __all__ = [
     "random_state",
     "set_random_state",
 ]
+
+_log = logging.getLogger("graphstash")
 
 _REMEDY: Final = (
     "give Batches, a DataLoader, or an object whose __iter__ starts again (or that has state_dict "
@@ -55,6 +68,10 @@ class DataPosition:
         self._epoch = 0
         self._returned = 0  # batches of this epoch
         self._start: dict[str, Any] | None = None  # random state at the start of this epoch
+        self._alternation = _Alternation()
+        self._watches = self._stateful is None and _may_keep_draws(data)
+        self._drew_in_workers = torch.zeros(1, dtype=torch.bool)
+        self._has_warned = False
 
     def __iter__(self) -> Self:
         return self
@@ -69,7 +86,8 @@ class DataPosition:
             if self._batches is None:
                 self._batches = self._begin(None)
             try:
-                batch = next(self._batches)
+                with self._alternation if self._watches else nullcontext():
+                    batch = next(self._batches)
             except StopIteration:
                 self._batches = None
                 if self._returned == 0:
@@ -93,7 +111,8 @@ class DataPosition:
         Raises:
             ConfigError: the data can be iterated only once.
         """
-        position = {"epoch": self._epoch, "batch": self._returned}
+        position: dict[str, Any] = {"epoch": self._epoch, "batch": self._returned}
+        position["generators"] = states_of(generators_in(self._data))
         if self._stateful is not None:
             return position | {"data": self._stateful.state_dict()}
         if isinstance(self._data, Iterator):
@@ -102,7 +121,10 @@ class DataPosition:
                 f"its position cannot be saved in a checkpoint; {_REMEDY}, or train without "
                 "checkpoints"
             )
-        return position | {"start": self._start if self._returned else None}
+        if (reason := self._why_inexact()) and not self._has_warned:
+            self._has_warned = True
+            _log.warning("a run that resumes here may get other batches: %s", reason)
+        return position | {"start": self._start if self._returned else None, "inexact": reason}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore a position. Call it before the first batch.
@@ -133,15 +155,19 @@ class DataPosition:
                         f"position was saved and has {number} now: give the same data, or start "
                         "again in an empty directory"
                     )
+        if reason := state_dict.get("inexact"):
+            _log.warning("this run resumes, perhaps with other batches: %s", reason)
+        restore(generators_in(self._data), state_dict.get("generators", {}))
+        self._alternation.begin()  # the caller restores the global generators
 
     def _begin(self, start: dict[str, Any] | None) -> Iterator[Any]:
         """Begin an epoch. Before that, restore `start` of the random generators, or record it."""
         generators = generators_of(self._data)
         if start is not None:
-            if self._epoch and getattr(self._data, "persistent_workers", False):
+            if self._epoch and _has_persistent_workers(self._data):
                 # Starting the workers draws a number. The saved epoch reused its workers and drew
                 # none, so start them before the state is restored.
-                iter(self._data)
+                self._iterate()
             set_random_state(start["host"])
             if len(generators) != len(start["own"]):
                 raise ConfigError(
@@ -151,13 +177,43 @@ class DataPosition:
                 )
             for generator, state in zip(generators, start["own"], strict=True):
                 generator.set_state(state)
+            others, saved = generators_in(self._data), start.get("others", {})
+            restore(others, {name: saved[name] for name in saved.keys() & others.keys()})
         elif self._stateful is None:
             start = {"host": host_random_state(), "own": [g.get_state() for g in generators]}
+            start["others"] = states_of(generators_in(self._data))
         self._start = start
         for part in _parts(self._data):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(self._epoch)
-        return iter(self._data)
+        self._alternation.begin()
+        return self._iterate()
+
+    def _iterate(self) -> Iterator[Any]:
+        data: Any = self._data
+        if not _has_persistent_workers(data) or getattr(data, "_iterator", self) is not None:
+            return iter(data)
+        self._drew_in_workers = torch.zeros(1, dtype=torch.bool).share_memory_()
+        collate = data.collate_fn
+        data.collate_fn = _Watched(collate, self._drew_in_workers)
+        try:
+            return iter(data)
+        finally:
+            data.collate_fn = collate
+
+    def _why_inexact(self) -> str | None:
+        if self._returned and self._alternation.found:
+            return (
+                f"the data and other code, such as a model with dropout, draw in turn from the "
+                f"global generator of {self._alternation.found}, and the data may keep what it "
+                "drew, such as a shuffle buffer; let the dataset draw from a generator of its own"
+            )
+        if self._epoch and self._drew_in_workers.item():
+            return (
+                "persistent workers draw random numbers, and each epoch continues those of the "
+                "epochs before; use persistent_workers=False"
+            )
+        return None
 
     def _why_empty(self) -> str:
         kind = type(self._data).__name__
@@ -167,6 +223,86 @@ class DataPosition:
             f"epoch {self._epoch} of the data, a {kind}, has no batch: is it empty, or smaller "
             "than a batch with drop_last?"
         )
+
+
+def _has_persistent_workers(data: object) -> bool:
+    return bool(getattr(data, "persistent_workers", False))
+
+
+def _may_keep_draws(data: object) -> bool:
+    """Return whether an iteration over data may draw global numbers that it uses in later batches.
+
+    A map-style dataset makes each sample from its index, and torch's samplers draw from generators
+    of their own. Workers have global generators of their own.
+    """
+    if isinstance(data, DataLoader):
+        return data.num_workers == 0 and isinstance(data.dataset, IterableDataset)
+    return not isinstance(data, Sequence)
+
+
+class _Alternation(AbstractContextManager[None]):
+    """Detects that data, in this context, and other code draw from a global generator in turn.
+
+    Attributes:
+        found: the packages of such generators, or an empty string.
+    """
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the draws before this call."""
+        self.found = ""
+        self._others: set[str] = set()
+        self._before: dict[str, object] = {}
+        self._last: dict[str, object] = {}
+
+    def __enter__(self) -> None:
+        if not self.found:
+            self._before = _global_states()
+            self._others |= _changed(self._last, self._before)
+
+    def __exit__(self, *_: object) -> None:
+        if not self.found:
+            self._last = _global_states()
+            self.found = ", ".join(sorted(_changed(self._before, self._last) & self._others))
+
+
+class _Watched:
+    """A `collate_fn` that stores in shared memory whether batches of its process change generators.
+
+    The first call only reads their states.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], drew: Tensor) -> None:
+        self._collate = collate
+        self._drew = drew
+        self._last: dict[str, Any] | None = None
+
+    def __call__(self, samples: Any) -> Any:
+        batch = self._collate(samples)
+        if not self._drew.item():
+            worker = get_worker_info()
+            own = generators_in(worker and worker.dataset, self._collate)
+            states = _global_states() | {"own": pickle.dumps(states_of(own))}
+            if self._last is not None and _changed(self._last, states):
+                self._drew.fill_(value=True)
+            self._last = states
+        return batch
+
+
+def _global_states() -> dict[str, object]:
+    states: dict[str, object] = {
+        "Python": random.getstate(),
+        "torch": torch.get_rng_state().numpy().tobytes(),
+    }
+    if (numpy := sys.modules.get("numpy")) is not None:
+        states["NumPy"] = pickle.dumps(numpy.random.get_state(legacy=False))
+    return states
+
+
+def _changed(before: Mapping[str, object], now: Mapping[str, object]) -> set[str]:
+    return {name for name in before.keys() & now.keys() if before[name] != now[name]}
 
 
 def _has_state(data: object) -> bool:
@@ -212,11 +348,7 @@ def host_random_state() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
     }
     if (numpy := sys.modules.get("numpy")) is not None:
-        state["numpy"] = pytree.tree_map_only(
-            numpy.ndarray,
-            lambda a: torch.from_numpy(a.copy()),
-            numpy.random.get_state(legacy=False),
-        )
+        state["numpy"] = plain(numpy.random.get_state(legacy=False))
     return state
 
 

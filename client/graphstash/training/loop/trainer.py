@@ -28,6 +28,7 @@ from graphstash.errors import ConfigError
 from graphstash.training.checkpoints import Checkpoint, Checkpoints, to_host, whole
 from graphstash.training.data.batches import Batches
 from graphstash.training.data.device_loader import DeviceLoader, InlineLoader, to_device
+from graphstash.training.data.generators import generators_in, restore, states_of
 from graphstash.training.data.position import (
     DataPosition,
     host_random_state,
@@ -127,10 +128,21 @@ class _Run:
                 "be resumed with any number of processes)"
             )
         # Modulo, because there may be more processes now. `Batches` has the same position in all.
-        self.position.load_state_dict(data[rank % processes])
-        set_random_state(random[rank % processes], self.device)
+        position, state = data[rank % processes], random[rank % processes]
+        if rank >= processes:  # the generators of the data and the model keep their own seeds
+            position, state = position | {"generators": {}}, state | {"own": {}}
+        self.position.load_state_dict(position)
+        set_random_state(state, self.device)
+        restore(self._own_generators(), state.get("own", {}))
         if rank >= processes:
             torch.manual_seed(torch.initial_seed() + rank)
+
+    def _own_generators(self) -> dict[str, Any]:
+        """Return the generators of model, loss and callbacks that are not the data's."""
+        options = self.options
+        of_data = {*map(id, generators_in(options.data).values())}
+        found = generators_in(options.model, options.loss, *options.callbacks)
+        return {name: each for name, each in found.items() if id(each) not in of_data}
 
     def _load_weights(self, model: dict[str, Any], optimizer: dict[str, Any]) -> None:
         here = self.options.model.state_dict()
@@ -416,7 +428,11 @@ class _Run:
             "stateful": {name: state_of(part) for name, part in self.options.stateful.items()},
             "reduce": state_of(self.options.reduce),
             # One entry per process.
-            "random": self.parallel.gather(random_state(self.device) | position["random"]),
+            "random": self.parallel.gather(
+                random_state(self.device)
+                | position["random"]
+                | {"own": states_of(self._own_generators())}
+            ),
             "data": self.parallel.gather(position["data"]),
         }
 
