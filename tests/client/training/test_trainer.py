@@ -36,6 +36,50 @@ def test_train_makes_the_steps_of_a_plain_loop(monkeypatch):
     assert (result.step, result.stopped_by, result.resumed_from) == (15, "steps", 0)
 
 
+class OneBuffer:
+    """Give every batch in the same tensors, which are written again or stay as they are."""
+
+    def __init__(self, *, writes):
+        self.writes = writes
+
+    def __iter__(self):
+        inputs, targets = torch.randn(4, 4), torch.zeros(4, 1)
+        for _ in range(6):
+            if self.writes:
+                inputs.mul_(-0.9)
+                targets.copy_(inputs.sum(1, keepdim=True))
+            yield {"batch": (inputs, targets)}
+
+
+class OwnTensors(OneBuffer):
+    def __iter__(self):
+        for given in super().__iter__():
+            yield {"batch": tuple(tensor.clone() for tensor in given["batch"])}
+
+
+def loss_in_place(model, given):
+    given["batch"][0].mul_(0.5)
+    return mse(model, given["batch"])
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"ahead": 1}, {"ahead": 3}])
+def test_batches_that_are_written_before_their_step_are_refused(options):
+    def losses_of(data, loss=lambda model, given: mse(model, given["batch"])):
+        return run(9, of=(*problem()[:2], data), loss=loss, **options)[0].losses
+
+    torch.manual_seed(3)
+    assert len(losses_of(OneBuffer(writes=False))) == 9
+    assert len(losses_of(OwnTensors(writes=True), loss_in_place)) == 9
+    if options:
+        with pytest.raises(ConfigError, match="the data writes into the tensors of a batch"):
+            losses_of(OneBuffer(writes=True))
+        return
+    torch.manual_seed(4)
+    expected = losses_of(OwnTensors(writes=True))
+    torch.manual_seed(4)
+    assert losses_of(OneBuffer(writes=True)) == expected
+
+
 @pytest.mark.parametrize(
     ("option", "limit", "clip"),
     [("clip_value", 0.05, nn.utils.clip_grad_value_), ("clip_norm", 0.2, nn.utils.clip_grad_norm_)],

@@ -27,7 +27,12 @@ from torch import Tensor
 from graphstash.errors import ConfigError
 from graphstash.training.checkpoints import Checkpoint, Checkpoints, to_host, whole
 from graphstash.training.data.batches import Batches
-from graphstash.training.data.device_loader import DeviceLoader, InlineLoader, to_device
+from graphstash.training.data.device_loader import (
+    DeviceLoader,
+    InlineLoader,
+    map_leaves,
+    to_device,
+)
 from graphstash.training.data.generators import generators_in, restore, states_of
 from graphstash.training.data.position import (
     DataPosition,
@@ -88,6 +93,11 @@ class _Run:
         self.interval_began = 0.0
         self.loaded = 0
         """Number of steps for which at least one batch was loaded."""
+        self.taken = 0
+        """Number of steps whose batches the training has taken."""
+        self.shares_batches = False
+        """Whether the training reads the data's own tensors while a thread loads more."""
+        self.changed_batches: ConfigError | None = None
         self.data_lock = threading.Lock()
         """Held while a step's batches are loaded, and by code that no loading may interrupt."""
         elements = (options.model, options.optimizer, options.loss_scale)
@@ -171,6 +181,8 @@ class _Run:
                     self._make_steps(loader, self._one_step(), signals)
                 except BaseException as error:
                     self._save_after(error)
+                    if self.changed_batches not in (None, error):  # autograd raises another error
+                        raise self.changed_batches from error
                     raise
             if self.stop_requested:
                 stopped_by = "callback"
@@ -215,6 +227,7 @@ class _Run:
             batches = next(loader, None)
             if batches is None:
                 return
+            self.taken += 1
             self.in_step = True
             one_step(*batches)
             if self.options.schedule is not None:
@@ -284,7 +297,7 @@ class _Run:
         return lazy_step
 
     def _loader(self) -> "_Loader":
-        self.loaded = self.done
+        self.loaded = self.taken = self.done
 
         def upload(batches: tuple[Any, ...]) -> tuple[Any, ...]:
             return to_device(batches, self.device)
@@ -302,22 +315,46 @@ class _Run:
                 "ahead=0",
                 ahead,
             )
+        self.shares_batches = self.device.type == "cpu"
         steps = self._grouped(remember=self.checkpoints is not None)
         return DeviceLoader(steps, ahead=ahead, upload=upload)
 
     def _grouped(self, *, remember: bool) -> Iterator[tuple[Any, ...]]:
         """Yield the batches of each step. With `remember`, record boundaries in `positions`."""
+        waiting: list[tuple[int, Tensor, int]] = []  # step, tensor of a batch, and its version
         try:
             while True:
                 with self.data_lock:
-                    first = next(self.position)
-                    self.loaded += 1
-                    rest = [next(self.position) for _ in range(1, self.options.accumulate)]
+                    batches: list[Any] = []
+                    while len(batches) < self.options.accumulate:
+                        batches.append(next(self.position))
+                        self.loaded += len(batches) == 1
+                        tensors = _tensors(batches[-1])
+                        self._require_unchanged(waiting, tensors)
+                        waiting += [(self.loaded, each, each._version) for each in tensors]
                     if remember and self._is_boundary(self.loaded):
                         self.positions[self.loaded] = self._position()
-                yield (first, *rest)
+                yield tuple(batches)
+                first = self.taken + 1 - self.shares_batches
+                waiting = [each for each in waiting if each[0] >= first]
         finally:
             self.position.close()
+
+    def _require_unchanged(
+        self, waiting: list[tuple[int, Tensor, int]], tensors: list[Tensor]
+    ) -> None:
+        """Raise if the data has written into earlier batches that the training still reads. The
+        training may also have written into those that it has taken.
+        """
+        again = {*map(id, tensors)} if self.shares_batches else set()
+        changed = [(step, each) for step, each, version in waiting if each._version != version]
+        if any(step > self.taken or id(each) in again for step, each in changed):
+            self.changed_batches = ConfigError(
+                "the data writes into the tensors of a batch that it has returned, before the "
+                "training has used them: return new tensors for each batch, or use ahead=0 and "
+                "accumulate=1"
+            )
+            raise self.changed_batches
 
     def _position(self) -> dict[str, Any]:
         return {"data": deepcopy(self.position.state_dict()), "random": host_random_state()}
@@ -444,6 +481,18 @@ class _Run:
                 self.stop_requested = True
 
 
+def _tensors(batch: Any) -> list[Tensor]:
+    tensors: list[Tensor] = []
+
+    def collect(leaf: object) -> object:
+        if isinstance(leaf, Tensor) and not leaf.is_inference():  # those have no version
+            tensors.append(leaf)
+        return leaf
+
+    map_leaves(collect, batch)
+    return tensors
+
+
 _Loader = DeviceLoader[tuple[Any, ...]] | InlineLoader[tuple[Any, ...]]
 
 
@@ -513,7 +562,8 @@ def train(options: Options) -> TrainingResult:  # noqa: D417 - documents the fie
         optimizer: an optimizer of the model's parameters. Optimizers of this package never read the
             device, others may. A loss scale requires one of this package.
         data: batches: a DataLoader, `Batches`, or any iterable that gives one epoch per iteration.
-            `train` iterates over it again until all steps are made.
+            `train` iterates over it again until all steps are made. With `ahead` or `accumulate`,
+            it must not write into batches that it has returned.
         steps: total number of steps, including those of the resumed run.
         loss: `loss(model, batch)` returns the mean loss of a batch, or a mapping or object with it
             as `loss`. Default: the model computes it, `model(*batch)` or `model(**batch)`.
