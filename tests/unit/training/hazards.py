@@ -282,6 +282,20 @@ class KeptAlias(Loop):
 
 
 @loop_with("after_step")
+@torch.no_grad()
+def set_and_viewed(self, step):
+    """Torch announces neither to a subclass of Tensor."""
+    if step == 2:
+        self.net.first.weight.set_(torch.ones(WIDTH, WIDTH))
+    self.see(self.net.second.weight.as_subclass(torch.Tensor))
+
+
+@loop_with("after_step")
+def mapped_by_vmap(self, step):
+    self.see(torch.vmap(torch.neg)(self.net.second.weight))
+
+
+@loop_with("after_step")
 def kept_state_dict(self, step):
     if step == 1:
         self.kept = self.net.state_dict()

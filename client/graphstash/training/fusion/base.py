@@ -100,7 +100,7 @@ class Fusion(ABC):
         self.parameters = list(_parameters_of(optimizer))
         self._sizes_of_groups = _sizes_of_groups(optimizer)
         self.partial_step = PartialStep(optimizer)
-        self.tripwire = Tripwire(self.before_use)
+        self.tripwire = Tripwire(self.before_use, size_is_use=self.when == "forward")
         self.by_fsdp = any(map(is_fully_sharded, model.modules()))
         self._handles: list[Any] = []
         self.last_gradients: dict[Tensor, TensorWeakRef] = {}

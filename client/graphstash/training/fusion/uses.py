@@ -76,9 +76,11 @@ class Tripwire:
 
     Args:
         on_use: bound method, called with the tensor. Must disarm it or raise. Held weakly.
+        size_is_use: whether `size(dim)` is a use. It is all that torch announces of torch.vmap.
     """
 
-    def __init__(self, on_use: Callable[[Tensor], None]) -> None:
+    def __init__(self, on_use: Callable[[Tensor], None], *, size_is_use: bool) -> None:
+        self._size_is_use = size_is_use
         self._on_use = weakref.WeakMethod(on_use)
         self._armed: dict[type, type | None] = {}
         """By class: its armed subclass, or None if its tensors cannot be armed."""
@@ -93,7 +95,7 @@ class Tripwire:
         """Return whether the tensor is armed or can be armed."""
         kind = type(tensor)
         if kind not in self._armed and kind not in self._bases:
-            self._armed[kind] = armed = _armed(tensor, self._on_use)
+            self._armed[kind] = armed = _armed(tensor, self._on_use, size_is_use=self._size_is_use)
             if armed is not None:
                 self._bases[armed] = kind
         return kind in self._bases or self._armed[kind] is not None
@@ -204,14 +206,14 @@ def _unnamed() -> int:
 
 
 def _armed(
-    of: Tensor, on_use: "weakref.WeakMethod[Callable[[Tensor], None]]"
+    of: Tensor, on_use: "weakref.WeakMethod[Callable[[Tensor], None]]", *, size_is_use: bool
 ) -> type[Tensor] | None:
     """Return the armed subclass of a tensor's class, or None if the class cannot have one."""
     kind = type(of)
     is_shard = is_sharded(of)
     if kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ and not is_shard:
         return None  # the methods of a wrapper may read its parts without an operation of torch
-    armed = _armed_subclass(kind, on_use, is_shard=is_shard)
+    armed = _armed_subclass(kind, on_use, is_shard=is_shard, size_is_use=size_is_use)
     try:
         of.__class__ = armed
         of.__class__ = kind
@@ -225,6 +227,7 @@ def _armed_subclass(
     on_use: "weakref.WeakMethod[Callable[[Tensor], None]]",
     *,
     is_shard: bool,
+    size_is_use: bool,
 ) -> type[Tensor]:
     # A subclass may create new tensors in its own way.
     harmless = _HARMLESS if kind in {Tensor, nn.Parameter} else _PASSIVE
@@ -244,7 +247,7 @@ def _armed_subclass(
         ) -> Any:
             del types
             kwargs = kwargs or {}
-            if func in harmless:
+            if func in harmless and not (size_is_use and func is Tensor.size and args[1:]):
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             for leaf in tree_leaves((args, kwargs)):
@@ -258,9 +261,19 @@ def _armed_subclass(
 
     Armed.__name__, Armed.__qualname__ = kind.__name__, kind.__qualname__
     Armed.__module__ = kind.__module__
+    for name in ("set_", "as_subclass"):  # torch announces neither
+        setattr(Armed, name, _tripping_method(name, trip))
     if is_shard:
         Armed._local_tensor = _tripping("_local_tensor", trip)
     return Armed
+
+
+def _tripping_method(name: str, trip: Callable[[Tensor], None]) -> Callable[..., Any]:
+    def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        trip(tensor)
+        return getattr(tensor, name)(*args, **kwargs)
+
+    return call
 
 
 def _tripping(name: str, trip: Callable[[Tensor], None]) -> property:
