@@ -201,6 +201,22 @@ def test_copy_continues_independently_to_the_bit(name, how):
     assert_equal(tensors_of(new, copied), tensors_of(parameters, optimizer))
 
 
+@pytest.mark.parametrize("name", [name for name in EVERY if name != "SGD"])  # has only counts
+def test_a_state_dictionary_that_was_not_copied_has_the_present_state(name):
+    """As in torch.optim, where it contains the optimizer's own tensors."""
+    parameters, optimizer = made(name)
+    make_steps(parameters, optimizer, range(3))
+    kept = optimizer.state_dict()
+    make_steps(parameters, optimizer, range(3, 5))
+    expected = copy.deepcopy(optimizer.state_dict())
+    other = EVERY[name]([nn.Parameter(each) for each in copies(parameters)])
+    for each in (optimizer, other):
+        each.load_state_dict(kept)
+        torch.testing.assert_close(
+            each.state_dict()["state"], expected["state"], rtol=0, atol=0, equal_nan=True
+        )
+
+
 @every_optimizer
 def test_state_of_other_groups_is_refused_and_changes_nothing(name):
     parameters, optimizer = made(name)

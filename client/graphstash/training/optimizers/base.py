@@ -12,13 +12,24 @@ Multiplying by a mask would keep NaN, because NaN * 0 is NaN.
 
 import inspect
 import math
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from typing import Any, ClassVar, Final, Unpack
 
 import torch
 from torch import Tensor, optim
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from graphstash.errors import ConfigError
 from graphstash.training.device import (
@@ -58,6 +69,12 @@ Kernel = Callable[..., object]
 """A fused kernel of torch that still needs only found_inf and grad_scale."""
 
 
+_COUNTED: Final[MutableMapping[Tensor, tuple["weakref.ref[SyncFreeOptimizer]", TensorWeakRef]]] = (
+    WeakTensorKeyDictionary()
+)
+"""By count of steps in a state dictionary: the optimizer that made it, and the parameter."""
+
+
 _IN_GROUPS: Final = frozenset(
     (
         *("params", "param_names", "name"),
@@ -65,6 +82,35 @@ _IN_GROUPS: Final = frozenset(
     )
 )
 """Keys that a group may have besides options: parameters, names, and values that schedulers add."""
+
+
+def _refresh(state_dict: dict[str, Any]) -> None:
+    """Bring a state dictionary that was not copied up to date, as one of torch.optim always is.
+
+    It contains the optimizer's own moments, which change with each step. Its counts of steps are
+    copies, and would not fit them.
+    """
+    present: dict[int, dict[Any, Any]] = {}
+    for state in state_dict["state"].values():
+        count = state.get("step") if isinstance(state, dict) else None
+        if not isinstance(count, Tensor) or (made := _COUNTED.get(count)) is None:
+            continue
+        if (owner := made[0]()) is None or (parameter := made[1]()) is None:
+            continue
+        if count._version:
+            continue  # torch.distributed.checkpoint has loaded a state into the dictionary
+        now = owner.state.get(parameter, {})
+        shares = any(isinstance(v, Tensor) and v is now.get(name) for name, v in state.items())
+        if shares and float(now["step"]) != float(count):
+            if id(owner) not in present:
+                present[id(owner)] = owner.state_dict()["state"]
+            state.update(present[id(owner)][_numbers(owner.param_groups)[parameter]])
+
+
+def _numbers(groups: list[dict[str, Any]]) -> dict[Tensor, int]:
+    """Return the numbers that parameters have in a state dictionary."""
+    parameters = (parameter for group in groups for parameter in group["params"])
+    return {parameter: number for number, parameter in enumerate(dict.fromkeys(parameters))}
 
 
 class SyncFreeOptimizer(Optimizer):
@@ -439,11 +485,13 @@ class SyncFreeOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return a state dictionary in torch's format, without the state of parameters at step 0.
 
-        Reads the device once for each `step` tensor, which many parameters share.
+        Reads the device once for each `step` tensor, which many parameters share. As in torch, the
+        dictionary contains the optimizer's own tensors: copy it to keep or save this state.
         """
         state_dict = super().state_dict()
         on_host: dict[int, float] = {}
         states = {}
+        parameters = list(_numbers(self.param_groups))
         for key, state in state_dict["state"].items():
             step = state.get("step")
             if step is None:  # another class created the state
@@ -454,6 +502,8 @@ class SyncFreeOptimizer(Optimizer):
             if on_host[id(step)] > 0:
                 count = torch.tensor(on_host[id(step)], dtype=torch.float32)
                 states[key] = state | {"step": count}
+                if isinstance(key, int):
+                    _COUNTED[count] = (weakref.ref(self), TensorWeakRef(parameters[key]))
         return state_dict | {"state": states}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -466,6 +516,7 @@ class SyncFreeOptimizer(Optimizer):
                 Nothing has changed.
             ValueError: the dictionary has other groups.
         """
+        _refresh(state_dict)
         kept = [dict(group) for group in self.param_groups]
         for group, saved_group in zip(kept, state_dict["param_groups"], strict=False):
             states = [state_dict["state"].get(number, {}) for number in saved_group["params"]]
