@@ -238,6 +238,17 @@ class Buffered(data.IterableDataset):
         yield from buffer
 
 
+class Endless(data.Sampler):
+    """Give random orders of the samples one after another, drawn when they are needed."""
+
+    def __init__(self, generator=None):
+        self.generator = generator
+
+    def __iter__(self):
+        while True:
+            yield from torch.randperm(10, generator=self.generator).tolist()
+
+
 def by_torch():
     return Buffered(lambda below: int(torch.randint(below, ())))
 
@@ -312,6 +323,7 @@ LOADERS = {
     ),
     "generators of the dataset": lambda: data.DataLoader(Own(), 3, shuffle=True),
     "generators of batches": lambda: Batches(Own(), 3),
+    "endless sampler": lambda: data.DataLoader(Noisy(), 3, sampler=Endless(seeded())),
     "files": lambda: data.DataLoader(FilesInRandomOrder(), 3),
     "own buffer": lambda: data.DataLoader(Buffered(random.Random(6).randrange), 3),
     "stream": lambda: data.DataLoader(Stream(), 3),
@@ -390,6 +402,10 @@ def test_data_of_worker_processes_resumes_at_its_position(name, tmp_path, stop, 
     [
         (
             lambda: data.DataLoader(by_torch(), 3),
+            "draw in turn from the global generator of torch",
+        ),
+        (
+            lambda: data.DataLoader(Noisy(), 4, sampler=Endless()),
             "draw in turn from the global generator of torch",
         ),
         (

@@ -8,9 +8,9 @@ epoch again, and loads and drops the batches that were used. For long epochs, us
 The generators that the data has of its own continue with their saved states. Two kinds of draws
 cannot be repeated, so `DataPosition` watches for them and warns:
 
-* An iterable dataset and other code, such as a model with dropout, draw in turn from one global
-  generator. Loading the batches again draws other numbers. That changes later batches if the
-  dataset keeps what it drew, as a shuffle buffer does.
+* An iterable dataset, or a sampler of the user, and other code, such as a model with dropout, draw
+  in turn from one global generator. Loading the batches again draws other numbers. That changes
+  later batches if the dataset or the sampler keeps what it drew, as a shuffle buffer does.
 * A dataset draws in persistent workers. Only their first epoch begins with a known state.
 
 This module never reads a device: CUDA and torch_xla generators have their state on the host. For
@@ -68,8 +68,10 @@ class DataPosition:
         self._epoch = 0
         self._returned = 0  # batches of this epoch
         self._start: dict[str, Any] | None = None  # random state at the start of this epoch
-        self._alternation = _Alternation()
-        self._watches = self._stateful is None and _may_keep_draws(data)
+        own = self._stateful is None
+        self._watches_sampler = own and _has_own_sampler(data)
+        self._watches = self._watches_sampler or (own and _may_keep_draws(data))
+        self._alternation = _Alternation(of_sampler=self._watches_sampler)
         self._drew_in_workers = torch.zeros(1, dtype=torch.bool)
         self._has_warned = False
 
@@ -187,7 +189,11 @@ class DataPosition:
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(self._epoch)
         self._alternation.begin()
-        return self._iterate()
+        batches = self._iterate()
+        sampler = getattr(batches, "_sampler_iter", None)
+        if self._watches_sampler and sampler is not None:
+            vars(batches)["_sampler_iter"] = self._alternation.watched(sampler)
+        return batches
 
     def _iterate(self) -> Iterator[Any]:
         data: Any = self._data
@@ -206,7 +212,8 @@ class DataPosition:
             return (
                 f"the data and other code, such as a model with dropout, draw in turn from the "
                 f"global generator of {self._alternation.found}, and the data may keep what it "
-                "drew, such as a shuffle buffer; let the dataset draw from a generator of its own"
+                "drew, such as a shuffle buffer; let the dataset and samplers draw from generators "
+                "of their own"
             )
         if self._epoch and self._drew_in_workers.item():
             return (
@@ -240,14 +247,25 @@ def _may_keep_draws(data: object) -> bool:
     return not isinstance(data, Sequence)
 
 
+def _has_own_sampler(data: object) -> bool:
+    """Return whether a map-style DataLoader has a sampler that is not torch's."""
+    if not isinstance(data, DataLoader) or isinstance(data.dataset, IterableDataset):
+        return False
+    samplers = (part for part in _parts(data) if part is not data and part is not data.dataset)
+    return any(not type(each).__module__.startswith("torch.utils.data") for each in samplers)
+
+
 class _Alternation(AbstractContextManager[None]):
     """Detects that data, in this context, and other code draw from a global generator in turn.
+
+    For a DataLoader with a sampler of the user, only the draws of the sampler count as the data's.
 
     Attributes:
         found: the packages of such generators, or an empty string.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, of_sampler: bool) -> None:
+        self._of_sampler = of_sampler
         self.begin()
 
     def begin(self) -> None:
@@ -257,6 +275,17 @@ class _Alternation(AbstractContextManager[None]):
         self._before: dict[str, object] = {}
         self._last: dict[str, object] = {}
 
+    def watched(self, indices: Iterator[Any]) -> Iterator[Any]:
+        """Return the indices of a sampler, while watching what it draws."""
+        while True:
+            before = {} if self.found else _global_states()
+            index = next(indices, self)
+            if not self.found:
+                self.found = ", ".join(sorted(_changed(before, _global_states()) & self._others))
+            if index is self:
+                return
+            yield index
+
     def __enter__(self) -> None:
         if not self.found:
             self._before = _global_states()
@@ -265,6 +294,7 @@ class _Alternation(AbstractContextManager[None]):
     def __exit__(self, *_: object) -> None:
         if not self.found:
             self._last = _global_states()
+        if not (self.found or self._of_sampler):
             self.found = ", ".join(sorted(_changed(self._before, self._last) & self._others))
 
 
