@@ -26,7 +26,7 @@ def problem(x, y, n=64, stride=1):
     configs = [triton.Config({"BLOCK": block}) for block in (16, 32)]
     tuned = target.autotune(configs=configs, key=["n"], do_bench=lambda *_: None)(add)
     tuned.nargs = {"x": x, "y": y, "n": n, "stride": stride}
-    return tuned._problem({})
+    return tuned._make_problem({})
 
 
 SQUARE = torch.zeros(64, 64)

@@ -104,7 +104,7 @@ def tune(
         raise ValueError(f"describe() of the target must be JSON: {error}") from error
     space = task.space
 
-    def searched(turn: Search) -> Finding | None:
+    def run_search(turn: Search) -> Finding | None:
         found = search(
             make_searcher(searcher, space, seed=seed, first=turn.hints),
             task.target,
@@ -128,12 +128,12 @@ def tune(
 
     memory = team_memory()
     if memory is None:
-        best = searched(Search({}, (), lambda _: None))
+        best = run_search(Search({}, (), lambda _: None))
         return None if best is None else Schedule((best,), None, was_searched=True)
     problem = replace(task.problem, parts={**task.problem.parts, _TARGET: about})
 
-    def in_turn(turn: Search) -> None:
-        searched(turn)  # `TeamMemory` chooses among the published measurements
+    def search_in_turn(turn: Search) -> None:
+        run_search(turn)  # `TeamMemory` chooses among the published measurements
 
     with executor(task.target, method=method or Method()) as pool:
 
@@ -141,4 +141,6 @@ def tune(
             compared = pool.compare([space.named(each) for each in configurations])
             return [each.within(space) for each in compared]
 
-        return memory.schedule(problem, space, in_turn, measure=measure, confirm=True, fit=fit)
+        return memory.schedule(
+            problem, space, search_in_turn, measure=measure, confirm=True, fit=fit
+        )

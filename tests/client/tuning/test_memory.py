@@ -14,7 +14,7 @@ from graphstash._compile.cache import CompileCache
 from graphstash._compile.stats import Counters
 from graphstash._executor import BoundedExecutor
 from graphstash.tuning.memory import journal
-from graphstash.tuning.memory.findings import Finding, merged
+from graphstash.tuning.memory.findings import Finding, merge
 from graphstash.tuning.memory.journal import Journal, in_turns
 from graphstash.tuning.memory.problem import Problem
 from graphstash.tuning.memory.team import TeamMemory
@@ -433,7 +433,7 @@ def test_comparison_decides_and_not_a_lucky_cost_of_the_search(monkeypatch):
     own = Journal(None, PROBLEM, SPACE, in_turns(lambda each: Finding(each, costs[each], count=1)))
     for configuration, lucky in (((8,), 0.9), ((16,), 0.98)):
         own.add(Finding(configuration, lucky, spread=0.2, count=5))
-    found = own.best({}, confirm=True)
+    found = own.find_best({}, confirm=True)
     assert [(each.configuration, each.cost) for each in found] == [((16,), 1.0), ((8,), 1.05)]
     assert own.own()[(8,)].cost == 1.05  # the measurement with the most samples
 
@@ -546,18 +546,18 @@ def test_measurements_of_hosts_are_merged():
         counted = {"count": 0 if cost is None else 1} | other
         return [Finding((8,), cost, hosts=frozenset({host}), **counted)]
 
-    one = merged([batch("a", 3.0, spread=0.1), batch("b", 1.0, count=5), batch("c", 2.0)])[8,]
+    one = merge([batch("a", 3.0, spread=0.1), batch("b", 1.0, count=5), batch("c", 2.0)])[8,]
     assert one.cost == 2.0  # each host has one vote, however many samples it took
     assert one.spread == 1.0  # between the hosts
     often = [batch("a", 1.0)] * 5
-    assert merged([*often, batch("b", 2.0), batch("c", 2.0)])[8,].cost == 2.0
+    assert merge([*often, batch("b", 2.0), batch("c", 2.0)])[8,].cost == 2.0
     assert one.count == 7
     assert one.hosts == {"a", "b", "c"}
-    longest = merged([batch("a", MAX_COST), batch("b", MAX_COST, spread=MAX_COST)])[8,]
+    longest = merge([batch("a", MAX_COST), batch("b", MAX_COST, spread=MAX_COST)])[8,]
     assert longest.cost == longest.spread * 2 == MAX_COST
     failed = batch("d", None, failure="compile")
-    assert merged([failed, batch("a", 3.0)])[8,].cost == 3.0
-    assert merged([failed, failed])[8,].cost is None
+    assert merge([failed, batch("a", 3.0)])[8,].cost == 3.0
+    assert merge([failed, failed])[8,].cost is None
 
 
 def test_all_ranks_get_one_answer_despite_noise(memories):

@@ -8,7 +8,7 @@ import pytest
 from graphstash import tuning
 from graphstash.tuning.measuring import Budget, Measurement, Method, Pool
 from graphstash.tuning.memory import journal
-from graphstash.tuning.memory.findings import Finding, merged
+from graphstash.tuning.memory.findings import Finding, merge
 from graphstash.tuning.memory.journal import Journal
 from graphstash.tuning.tuner import search
 from graphstash_schema import DeviceType
@@ -80,8 +80,8 @@ def test_a_wrong_result_on_one_host_outweighs_costs_of_others():
     wrong = Finding((1,), None, failure="wrong")
     works = Finding((1,), 1.0, count=5)
     for batches in ([[works], [wrong]], [[wrong], [works, works]]):
-        assert merged(batches)[(1,)].failure == "wrong"
-    assert merged([[works], [Finding((1,), None, failure="crash")]])[(1,)].cost == 1.0
+        assert merge(batches)[(1,)].failure == "wrong"
+    assert merge([[works], [Finding((1,), None, failure="crash")]])[(1,)].cost == 1.0
 
 
 def test_stored_answers_with_fewer_checks_have_another_key():
@@ -184,5 +184,5 @@ def test_finalist_that_fails_in_final_round_or_recheck_is_not_chosen(
     own = Journal(None, PROBLEM, wrong_kernels.SPACE, measure)
     for each in (Finding((1,), 1.0, count=5), LATER, *[fails] * has_failed):
         own.add(each)
-    found = own.best({}, confirm=True)
+    found = own.find_best({}, confirm=True)
     assert [each.configuration for each in found] == [(2,)]

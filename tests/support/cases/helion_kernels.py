@@ -55,7 +55,7 @@ def tuned(
         is_broken: whether the team's entries fail.
     """
     if is_broken:
-        team._exchange_of = team._listed = lambda *_, **__: 1 // 0  # type: ignore[assignment] # breaks it
+        team._exchange_of = team._fetch_listed = lambda *_, **__: 1 // 0  # type: ignore[assignment] # breaks it
     x, y = torch.randn(64, 64), torch.randn(64, 64)
     search = Search(add.bind((x, y)), (x, y), CONFIGS)
     # For a CPU, Helion names the hardware in the key of an entry, but not here.

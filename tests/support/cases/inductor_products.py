@@ -176,4 +176,4 @@ def is_taken_out() -> bool:
     kept = selector.do_autotuning
     is_torchs = kept.__module__ == "torch._inductor.select_algorithm"
     table: Any = TeamChoices()
-    return bool(is_torchs and table._table({}, None, "mm") == {})
+    return bool(is_torchs and table._make_table({}, None, "mm") == {})

@@ -14,7 +14,7 @@ from graphstash.tuning.search._cost_model import LENGTH, NOISE, CostModel
 from graphstash.tuning.search.base import CostError, Trial
 from graphstash.tuning.search.gbfs import GBFS
 from graphstash.tuning.search.na2c import ActorCritic, Transitions
-from graphstash.tuning.search.rnn import Controller, Written
+from graphstash.tuning.search.rnn import Controller, Sequences
 from graphstash.tuning.space import SearchSpace, SpaceError
 from graphstash.tuning.spaces import GemmSpace, ParameterSpace, TableSpace
 from support.tuning_costs import COSTS, area_above, best_so_far
@@ -351,7 +351,7 @@ def test_the_gradients_of_the_controller_are_those_of_its_definition():
         chosen = logs[torch.arange(2), torch.tensor(places[:, t])]
         loss = loss - (torch.tensor(advantage) * chosen + 0.1 * entropy).mean()
     loss.backward()
-    same(controller.gradients(Written(places, prior), advantage, 0.1), p)
+    same(controller.gradients(Sequences(places, prior), advantage, 0.1), p)
 
 
 def test_controller_refuses_unsupported_space():
@@ -407,7 +407,7 @@ def test_a_search_beats_random_on_a_lattice_with_a_known_optimum(name, shape, op
 def test_an_untrained_controller_draws_uniformly():
     space = GemmSpace(4, 2, 1, factors=(3, 2, 1))  # 12 configurations
     searcher = make_searcher("rnn", space, batch=600)
-    drawn = [configuration for configuration, _ in searcher._write()]
+    drawn = [configuration for configuration, _ in searcher._draw_sequences()]
     counts = [drawn.count(each) for each in space]
     expected = 600 / space.size
     assert sum((each - expected) ** 2 / expected for each in counts) < 11 + 30

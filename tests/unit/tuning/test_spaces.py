@@ -341,7 +341,7 @@ def small_limits(monkeypatch):
     """Divide the counting limits by 100, because reaching them takes seconds."""
     monkeypatch.setattr(parameters, "MAX_PREFIXES", parameters.MAX_PREFIXES // 100)
     monkeypatch.setattr(parameters, "MAX_TRIED", tried := parameters.MAX_TRIED // 100)
-    monkeypatch.setitem(parameters._Tree.__init__.__kwdefaults__, "most_tried", tried)
+    monkeypatch.setitem(parameters._PrefixCounter.__init__.__kwdefaults__, "most_tried", tried)
 
 
 @pytest.mark.usefixtures("small_limits")

@@ -23,7 +23,7 @@ class Job:
     configurations: list[dict[str, Value]]
     tries: int = 0
 
-    def failed(self, failure: str) -> list[Measurement]:
+    def fail(self, failure: str) -> list[Measurement]:
         """Return a measurement of each configuration with this failure."""
         return [Measurement.failed(each, failure) for each in self.configurations]
 
@@ -81,7 +81,7 @@ class Executor(ABC, Generic[W]):
 
     def submit(self, configuration: Mapping[str, Value]) -> None:
         """Queue a configuration; `results` returns its measurement."""
-        self._jobs.append(Job([_plain(configuration)]))
+        self._jobs.append(Job([_to_python_numbers(configuration)]))
 
     def results(self) -> list[Measurement]:
         """Return the available results; wait for one if configurations are pending.
@@ -111,7 +111,7 @@ class Executor(ABC, Generic[W]):
     def _compare(self, configurations: Sequence[Mapping[str, Value]]) -> list[Measurement]:
         """Measure configurations in one worker; no other configuration is pending."""
         if configurations:
-            self._jobs.append(Job([*map(_plain, configurations)]))
+            self._jobs.append(Job([*map(_to_python_numbers, configurations)]))
         return self.results()
 
     @abstractmethod
@@ -130,7 +130,7 @@ class MakeExecutor(Protocol):
         """Return an executor for a target."""
 
 
-def _plain(configuration: Mapping[str, Value]) -> dict[str, Value]:
+def _to_python_numbers(configuration: Mapping[str, Value]) -> dict[str, Value]:
     """Convert numpy numbers to Python numbers, which JSON supports."""
     return {
         name: value.item() if hasattr(value, "item") else value

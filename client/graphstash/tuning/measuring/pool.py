@@ -101,7 +101,7 @@ class Pool(Executor[_Worker]):
     def _listen(self, worker: _Worker) -> None:
         try:
             while worker in self._workers and (message := worker.process.receive()) is not None:
-                self._take(worker, message)
+                self._handle(worker, message)
         except KilledError as error:
             if worker.job is not None and worker.job.tries < _MAX_TRIES:
                 self._jobs.appendleft(worker.job)
@@ -120,7 +120,7 @@ class Pool(Executor[_Worker]):
             if worker.state == "idle" and (job := self._next_job(is_new=worker.is_new)) is not None:
                 worker.job = job
                 job.tries += 1
-                self._begin(worker, "building")
+                self._enter_state(worker, "building")
                 worker.process.build(job.configurations)
         starting = sum(worker.state == "starting" for worker in self._workers)
         for _ in range(min(self.workers - len(self._workers), len(self._jobs) - starting)):
@@ -134,7 +134,7 @@ class Pool(Executor[_Worker]):
             self._workers.append(_Worker(process=process, deadline=monotonic() + _START_SECONDS))
         if not any(worker.state == "running" for worker in self._workers):
             for worker in [each for each in self._workers if each.state == "built"][:1]:
-                self._begin(worker, "running")
+                self._enter_state(worker, "running")
                 worker.process.run()
 
     def _next_job(self, *, is_new: bool) -> Job | None:
@@ -152,11 +152,11 @@ class Pool(Executor[_Worker]):
             deadline = min(worker.deadline for worker in self._workers)
             selector.select(None if deadline == math.inf else max(deadline - monotonic(), 0))
 
-    def _begin(self, worker: _Worker, state: str) -> None:
+    def _enter_state(self, worker: _Worker, state: str) -> None:
         worker.state = state
         worker.deadline = monotonic() + self.method.timeout_seconds
 
-    def _take(self, worker: _Worker, message: dict[str, Any]) -> None:
+    def _handle(self, worker: _Worker, message: dict[str, Any]) -> None:
         match message["step"]:
             case "unable":
                 raise MeasuringError(f"nothing can be measured here: {message['reason']}")
@@ -167,11 +167,11 @@ class Pool(Executor[_Worker]):
             case "result":
                 worker.results.append(message)
             case "measured":
-                self._finish(worker)
+                self._collect(worker)
             case _:  # the next build, check or sample begins
-                self._begin(worker, worker.state)
+                self._enter_state(worker, worker.state)
 
-    def _finish(self, worker: _Worker) -> None:
+    def _collect(self, worker: _Worker) -> None:
         assert worker.job is not None  # noqa: S101 - only a worker with a job sends results
         found = []
         for configuration, result in zip(worker.job.configurations, worker.results, strict=True):
@@ -190,7 +190,7 @@ class Pool(Executor[_Worker]):
         if worker.job is None:
             self._end(worker)
             return
-        found = worker.job.failed(failure)
+        found = worker.job.fail(failure)
         for measurement in found:
             _report(measurement, reason)
         self._settle(worker, found)

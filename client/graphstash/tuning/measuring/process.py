@@ -115,12 +115,12 @@ class MeasuringProcess:
             packet = self.channel.recv(MAX_MESSAGE_BYTES + 1)
         except BlockingIOError:
             if has_ended:
-                raise self._ended() from None
+                raise self._make_ended_error() from None
             return None
         except OSError as error:
             raise EndedError(str(error)) from error
         if not packet:
-            raise self._ended()
+            raise self._make_ended_error()
         try:
             message = json.loads(packet)
             is_from_worker = message["token"] == self._token
@@ -159,7 +159,7 @@ class MeasuringProcess:
             return False
         return True
 
-    def _ended(self) -> EndedError:
+    def _make_ended_error(self) -> EndedError:
         self.lifeline.settimeout(_END_SECONDS)
         status = b""
         with contextlib.suppress(OSError):

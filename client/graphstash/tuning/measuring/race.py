@@ -1,12 +1,12 @@
 """A race: find the cheapest of a few candidates with few samples, under noise.
 
-Each round takes one sample of every candidate in the race. The leader is the candidate that was the
-cheaper one in most pairs of samples of one round. A candidate leaves when it is proven to cost more
-than the leader, and its samples go to the others.
+Each round takes one sample of every candidate in the race. Within a round, samples are compared in
+pairs; the leader was the cheaper one most often. A candidate leaves the race when it is proven to
+cost more than the leader, and the remaining candidates get its samples.
 
-The proof counts in how many rounds the leader was cheaper. If the median difference were 0, that
-would be half of them, whatever the noise: load affects both samples of a round, and an outlier
-counts as one round. With w of n rounds, the evidence against a tie is
+The proof counts the rounds in which the leader was cheaper. If the median difference were 0, the
+expected count would be half of the rounds under any noise: load affects both samples of a round,
+and an outlier counts as one round. With w of n rounds, the evidence against a tie is
 
     e = 2^(n + 1) * w! * (n - w)! / (n + 1)!
 
@@ -27,7 +27,7 @@ __all__ = ["CONFIDENCE", "Race"]
 CONFIDENCE: Final = 0.95
 """Confidence that a given candidate does not leave while it costs as little as the leader. In
 simulated ties, some candidate left in 6 % of races of two candidates with 100 rounds, and in 12 %
-of races of five: its cost is that of the others."""
+of races of five. Such a candidate costs as much as the others."""
 
 
 class Race:
@@ -79,8 +79,8 @@ class Race:
     def costs(self, candidate: int) -> list[float]:
         """Return the samples of a candidate, corrected for the load of its rounds.
 
-        They are the leader's median, times the ratio to the leader's sample of the same round. So
-        the medians can be compared, although some candidates have fewer rounds.
+        Each is the leader's median times the ratio of the candidate's sample to the leader's sample
+        of the same round. So medians are comparable although some candidates have fewer rounds.
         """
         if candidate == (leader := self._leader()):
             return self._samples[leader]

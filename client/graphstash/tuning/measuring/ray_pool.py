@@ -96,8 +96,8 @@ class RayPool(Executor[_Worker]):
         workers: maximum number of workers, 1 or more.
         method: how thoroughly to measure.
         options: options of the Ray actors, such as `{"num_gpus": 1}`. Default: one CPU each.
-        modules: names of imported modules that the machines lack. Their functions are sent like
-            those of a script.
+        modules: names of imported modules that the machines lack. Their functions are sent by
+            value, as functions of a script are.
 
     Raises:
         ConfigError: Ray is not installed, or `modules` is a string.
@@ -136,7 +136,7 @@ class RayPool(Executor[_Worker]):
             self._collect(busy[call])
         for worker in busy.values():
             if worker in self._workers and worker.call is not None:
-                self._check(worker)
+                self._check_deadline(worker)
 
     def _start(self) -> None:
         if not ray.is_initialized():
@@ -171,7 +171,7 @@ class RayPool(Executor[_Worker]):
             if job is not None:
                 self._lost.clear()
 
-    def _check(self, worker: _Worker) -> None:
+    def _check_deadline(self, worker: _Worker) -> None:
         """Give up a worker whose job is late. Raise if no worker has a job and none can start."""
         if worker.deadline > monotonic():
             return
@@ -198,7 +198,7 @@ class RayPool(Executor[_Worker]):
         if job.tries < _MAX_TRIES:
             self._jobs.appendleft(job)
         else:
-            self._done += job.failed("crash")
+            self._done += job.fail("crash")
 
     def _end(self, worker: _Worker) -> None:
         self._workers.remove(worker)

@@ -24,7 +24,7 @@ from graphstash.tuning.measuring.race import Race
 from graphstash.tuning.measuring.target import Kernel, Target
 from graphstash.tuning.space import MAX_COST
 
-__all__ = ["Built", "ending_forks", "take_samples"]
+__all__ = ["BuiltKernel", "ending_forks", "take_samples"]
 
 _MAX_CALLS: Final = 1_000_000
 """Maximum calls per sample, if the clock did not advance during the warm-up."""
@@ -49,7 +49,7 @@ def ending_forks() -> Iterator[None]:
 
 
 @dataclass
-class Built:
+class BuiltKernel:
     """A configuration in a measuring process.
 
     Attributes:
@@ -85,7 +85,7 @@ class Built:
 
 
 def take_samples(
-    target: Target, built: Sequence[Built], method: Method, begin: Callable[[], None]
+    target: Target, built: Sequence[BuiltKernel], method: Method, begin: Callable[[], None]
 ) -> None:
     """Check, warm up and measure the built kernels; set `samples` or `failure` of each.
 
@@ -104,7 +104,7 @@ def take_samples(
 
 
 def _race(
-    target: Target, runners: Sequence[Built], method: Method, begin: Callable[[], None]
+    target: Target, runners: Sequence[BuiltKernel], method: Method, begin: Callable[[], None]
 ) -> None:
     race = Race(len(runners))
     left = method.final_samples * len(runners)
@@ -125,7 +125,7 @@ def _race(
             each.samples = race.costs(number)
 
 
-def _begin(target: Target, built: Built, method: Method) -> None:
+def _begin(target: Target, built: BuiltKernel, method: Method) -> None:
     for _ in range(2):
         if built.kernel is not None:
             _check(target, built)
@@ -135,7 +135,9 @@ def _begin(target: Target, built: Built, method: Method) -> None:
             target.renew()
 
 
-def _check(target: Target, built: Built, *, renew: Callable[[], object] | None = None) -> None:
+def _check(
+    target: Target, built: BuiltKernel, *, renew: Callable[[], object] | None = None
+) -> None:
     kernel = built.kernel
     assert kernel is not None  # noqa: S101 - for mypy
 
@@ -149,7 +151,7 @@ def _check(target: Target, built: Built, *, renew: Callable[[], object] | None =
         built.fail("wrong", "its result is not the reference result")
 
 
-def _warm_up(target: Target, built: Built, method: Method) -> None:
+def _warm_up(target: Target, built: BuiltKernel, method: Method) -> None:
     """Run a kernel once more, and set the number of calls per sample."""
     if (kernel := built.kernel) is None:
         return
@@ -160,7 +162,7 @@ def _warm_up(target: Target, built: Built, method: Method) -> None:
     built.seconds = seconds
 
 
-def _sample(target: Target, built: Built) -> float | None:
+def _sample(target: Target, built: BuiltKernel) -> float | None:
     """Return the cost of a kernel, or None after a failure."""
     kernel = built.kernel
     assert kernel is not None  # noqa: S101 - for mypy
@@ -173,13 +175,13 @@ def _sample(target: Target, built: Built) -> float | None:
     built.seconds += perf_counter() - started
     if built.failure is not None:
         return None
-    if 0 < (cost := _number(sample)) <= MAX_COST:
+    if 0 < (cost := _to_float(sample)) <= MAX_COST:
         return cost
     built.fail("cost", f"a sample costs {short(sample)}")
     return None
 
 
-def _number(value: object) -> float:
+def _to_float(value: object) -> float:
     """Convert a number of any library; NaN for other values."""
     if not isinstance(value, Real) or isinstance(value, bool):
         return math.nan

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from graphstash.tuning.measuring.measurement import Method
-from graphstash.tuning.measuring.sampling import Built, ending_forks, take_samples
+from graphstash.tuning.measuring.sampling import BuiltKernel, ending_forks, take_samples
 from graphstash.tuning.measuring.target import Kernel, Target
 
 __all__ = ["LAST", "MAX_MESSAGE_BYTES", "MORE", "is_starting", "main"]
@@ -73,7 +73,7 @@ def main(channel_number: int, payload_number: int) -> None:
             target: Target = pickle.loads(payload["target"])  # noqa: S301 - as above
             target.prepare()
     except BaseException as error:  # noqa: BLE001 - user code: report it, and end this process
-        channel.send("unable", reason=_brief(f"{type(error).__name__}: {error}"))
+        channel.send("unable", reason=_shorten(f"{type(error).__name__}: {error}"))
         return
     channel.send("ready")
     directory = Path.cwd()
@@ -97,7 +97,7 @@ def _measure(
     trials = []
     for configuration in configurations:
         channel.send("build")
-        built = Built()
+        built = BuiltKernel()
         built.kernel = built.attempt("compile", partial(build, configuration))  # type: ignore[assignment] # checked below
         if built.failure is None and not callable(built.kernel):
             built.fail("compile", f"build returned {built.kernel!r}, which cannot be called")
@@ -107,19 +107,19 @@ def _measure(
         return
     take_samples(target, trials, method, partial(channel.send, "run"))
     for trial in trials:
-        channel.send("result", **_result(trial))
+        channel.send("result", **_result_fields(trial))
     channel.send("measured")
 
 
-def _result(trial: Built) -> dict[str, Any]:
+def _result_fields(trial: BuiltKernel) -> dict[str, Any]:
     return {
         "samples": [] if trial.failure else trial.samples,
         "failure": trial.failure,
-        "reason": _brief(trial.reason),
+        "reason": _shorten(trial.reason),
     }
 
 
-def _brief(reason: str) -> str:
+def _shorten(reason: str) -> str:
     """Shorten to one line, because a compiler's message may be very long."""
     return " ".join(reason[: 10 * _MAX_REASON].split())[:_MAX_REASON]
 

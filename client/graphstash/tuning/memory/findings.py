@@ -21,7 +21,7 @@ __all__ = [
     "WRONG",
     "Answer",
     "Finding",
-    "merged",
+    "merge",
     "read",
     "read_answer",
     "values_of",
@@ -66,7 +66,7 @@ def read_answer(payload: bytes) -> Answer:
     Raises:
         ValueError: the payload is not an answer.
     """
-    record = _parsed(payload)
+    record = _parse(payload)
     first = record["measurements"][0]
     # A later release may add fields.
     known = {name: first.get(name) for name in FIELDS} if isinstance(first, dict) else first
@@ -74,7 +74,7 @@ def read_answer(payload: bytes) -> Answer:
     hosts, measured = record.get("hosts"), record.get("measured")
     is_count = type(measured) is int and 0 <= measured <= _MAX_MEASURED
     if not isinstance(hosts, list) or not is_count:
-        raise ValueError("it does not say who has measured how much")
+        raise ValueError("it lacks the hosts or the number of measured configurations")
     return Answer(
         compiler=printable(str(record.get("compiler", "")), most=_HOST_CHARACTERS),
         hosts=tuple(printable(str(each), most=_HOST_CHARACTERS) for each in hosts),
@@ -89,14 +89,16 @@ def read(payload: bytes, space: SearchSpace) -> list[Finding]:
     Raises:
         ValueError: the artifact has no measurements, too many, or an invalid one.
     """
-    record = _parsed(payload)
+    record = _parse(payload)
     host = record.get("host")
     hosts = frozenset({printable(host, most=_HOST_CHARACTERS)} if isinstance(host, str) else ())
     named = [Measurement.from_json(each, hosts=hosts) for each in record["measurements"]]
     found = [each.within(space) for each in named]
     for each in found:  # 1, 1.0 and true are equal, but only one of them is in the space
         if not space.has_types(each.configuration):
-            raise ValueError(f"{each.configuration!r} has not the types of the space's values")
+            raise ValueError(
+                f"{each.configuration!r} does not have the types of the space's values"
+            )
     return found
 
 
@@ -106,19 +108,20 @@ def values_of(payload: bytes) -> list[Mapping[str, Value]]:
     Raises:
         ValueError: the artifact is malformed.
     """
-    records = _parsed(payload)["measurements"]
+    records = _parse(payload)["measurements"]
     return [
         named_values(each.get("configuration") if isinstance(each, dict) else None)
         for each in records
     ]
 
 
-def merged(batches: Iterable[Sequence[Finding]]) -> dict[Configuration, Finding]:
+def merge(batches: Iterable[Sequence[Finding]]) -> dict[Configuration, Finding]:
     """Merge the measurements of all hosts, by configuration.
 
     Each host counts once, so a host that measures often cannot outvote the others: the cost is the
-    median of the hosts' costs. A host's cost is that of its measurement with the most samples, such
-    as the one of a finalists' round, or the median of several such.
+    median of the hosts' costs. A host's cost is the cost of its measurement with the most samples,
+    for example in a finalists' round. If several have the most samples, it is their median.
+
     The spread is the median of all spreads, or the interquartile range of the hosts' costs if that
     is larger. A configuration that works on any host works: a failure may be specific to a host. A
     configuration with a wrong result on any host is wrong: other hosts may have been lucky.
@@ -127,10 +130,10 @@ def merged(batches: Iterable[Sequence[Finding]]) -> dict[Configuration, Finding]
     for batch in batches:
         for each in batch:
             by_configuration[each.configuration].append(each)
-    return {key: _one(found) for key, found in by_configuration.items()}
+    return {key: _merge_configuration(found) for key, found in by_configuration.items()}
 
 
-def _one(found: Sequence[Finding]) -> Finding:
+def _merge_configuration(found: Sequence[Finding]) -> Finding:
     wrong = [each for each in found if each.failure == WRONG]
     working = wrong or [each for each in found if each.cost is not None] or found
     together = replace(
@@ -155,7 +158,7 @@ def _cost_of_host(found: Sequence[Finding]) -> float:
     return median(each.cost for each in found if each.count == most and each.cost is not None)
 
 
-def _parsed(payload: bytes) -> dict[str, Any]:
+def _parse(payload: bytes) -> dict[str, Any]:
     if len(payload) > MAX_RECORD_BYTES:
         raise ValueError(f"{len(payload)} bytes; at most {MAX_RECORD_BYTES}")
     try:

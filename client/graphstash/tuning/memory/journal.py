@@ -1,7 +1,7 @@
-"""Journal: what one host knows of a problem while it searches, and what it concludes.
+"""Journal of a search on one host: the measurements of a problem, and the choice of the best.
 
-It holds the measurements that the team has stored, and those of this host, which it publishes while
-the search goes on.
+It holds the measurements that the team has stored and the measurements of this host. It publishes
+the latter during the search.
 """
 
 import json
@@ -24,7 +24,7 @@ from graphstash.tuning.memory.findings import (
     MAX_MEASUREMENTS,
     MAX_RECORD_BYTES,
     Finding,
-    merged,
+    merge,
     read,
 )
 from graphstash.tuning.memory.problem import Problem
@@ -72,8 +72,8 @@ _MAX_COST_RATIO: Final = 4.0
 """Maximum credible ratio of a configuration's costs on equal hosts, under any load."""
 
 Measure: TypeAlias = Callable[[Sequence[Configuration]], Sequence[Finding]]
-"""Measures configurations on this host; several of them in turns, so that their costs can be
-compared."""
+"""Measures configurations on this host, in turns if there are several, so that their costs are
+comparable."""
 
 
 def in_turns(measure: Callable[[Configuration], Finding]) -> Measure:
@@ -81,7 +81,7 @@ def in_turns(measure: Callable[[Configuration], Finding]) -> Measure:
     cheapest or each was measured `_MAX_ROUNDS` times. See `Race`.
     """
 
-    def measured(configurations: Sequence[Configuration]) -> list[Finding]:
+    def measure_all(configurations: Sequence[Configuration]) -> list[Finding]:
         found: dict[int, Finding] = {}
         race = Race(len(configurations))
         while race.continues(least=1, most=_MAX_ROUNDS):
@@ -94,7 +94,7 @@ def in_turns(measure: Callable[[Configuration], Finding]) -> Measure:
                 found[number] = replace(each, cost=median(costs), count=len(costs))
         return [found[number] for number in sorted(found)]
 
-    return measured
+    return measure_all
 
 
 class Journal:
@@ -125,7 +125,7 @@ class Journal:
         """Set `known`. Errors of the cache are counted."""
         batches = []
         left = _MAX_READ_BYTES
-        for key in self._stored():
+        for key in self._find_stored():
             pack = self._cache.fetch_pack(key, max_bytes=MAX_RECORD_BYTES) if left > 0 else None
             if pack is None or pack.payload is None:
                 continue
@@ -134,7 +134,7 @@ class Journal:
                 batches.append(read(pack.payload, self._space))
             except ValueError as error:
                 self._cache.record_fallback(CacheError(Reason.CORRUPT, f"{key}: {error}"))
-        self.known = merged(batches)
+        self.known = merge(batches)
 
     def add(self, measurement: Finding) -> None:
         """Add a measurement of this host, and publish it soon. Never raises or waits."""
@@ -162,7 +162,7 @@ class Journal:
         if pending:
             self._cache.publish_later(lambda: self._publish(pending, seconds))
 
-    def _stored(self) -> Iterator[ArtifactKey]:
+    def _find_stored(self) -> Iterator[ArtifactKey]:
         """Yield keys of the artifacts on this host or in a namespace that this job reads, and set
         `_next`.
         """
@@ -170,7 +170,7 @@ class Journal:
         for start in range(0, _MAX_BATCHES, _LOOKUP_COUNT):
             numbers = range(start, min(start + _LOOKUP_COUNT, _MAX_BATCHES))
             keys = [self._request(number).key for number in numbers]
-            found = self._found(keys)
+            found = self._look_up(keys)
             for number, key in zip(numbers, keys, strict=True):
                 if key in found:
                     yield key
@@ -179,7 +179,7 @@ class Journal:
             if not found:
                 return
 
-    def _found(self, keys: Sequence[ArtifactKey]) -> Collection[ArtifactKey]:
+    def _look_up(self, keys: Sequence[ArtifactKey]) -> Collection[ArtifactKey]:
         found = {key for key in keys if self._cache.is_on_this_host(key)}
         server = self._cache.stash.server
         if not server.is_configured:
@@ -199,7 +199,7 @@ class Journal:
         )
 
     def _publish(self, pending: Sequence[Finding], seconds: float) -> None:
-        payload = _encoded(
+        payload = _encode(
             {
                 "host": _this_host(),
                 "measurements": [each.named(self._space).to_json() for each in pending],
@@ -231,13 +231,13 @@ class Journal:
     # --- this host's conclusions
 
     def own(self) -> dict[Configuration, Finding]:
-        """Return this host's measurements, merged by configuration, or the last one if that failed.
+        """Return this host's measurements by configuration: merged, or the last one if it failed.
 
         Earlier measurements may have been made in a process that other trials had changed.
         """
         last = {each.configuration: each for each in self._measured}
         failed = {key: each for key, each in last.items() if each.cost is None}
-        return merged([self._measured]) | failed
+        return merge([self._measured]) | failed
 
     def measure_default(self) -> None:
         """Measure `space.start` unless the search has, or it failed on another host. Pages compare
@@ -252,7 +252,7 @@ class Journal:
         except Exception:  # noqa: BLE001 - the search may have an answer, which must not be lost
             _log.debug("the default was not measured", exc_info=True)
 
-    def best(
+    def find_best(
         self, claims: Mapping[Configuration, Finding], *, confirm: bool
     ) -> tuple[Finding, ...]:
         """Return this host's measurements of the best configurations, best first.
@@ -261,21 +261,21 @@ class Journal:
         here until the best cost here is below the next one. Then compare those with nearly equal
         costs. With `confirm`, measure the best configuration once more.
         """
-        for claim in _ranked(claims)[:_MAX_CLAIMS]:
+        for claim in _rank(claims)[:_MAX_CLAIMS]:
             own = self.own()
             if claim.configuration in own:
                 continue
-            if (here := _ranked(own)) and _cost(here[0]) < _cost(claim):
+            if (here := _rank(own)) and _cost(here[0]) < _cost(claim):
                 break
             self._measure_here([claim.configuration])
-        finalists = [each.configuration for each in _finalists(_ranked(self.own()))]
+        finalists = [each.configuration for each in _choose_finalists(_rank(self.own()))]
         compared = self._measure_here(finalists) if len(finalists) > 1 else {}
         confirmed: set[Configuration] = set()
         while True:
             own = self.own()
             working = {key: each for key, each in compared.items() if own[key].cost is not None}
-            rest = [each for each in _ranked(own) if each.configuration not in working]
-            ranked = _ranked(working) + rest
+            rest = [each for each in _rank(own) if each.configuration not in working]
+            ranked = _rank(working) + rest
             if not (confirm and ranked) or ranked[0].configuration in confirmed:
                 return tuple(ranked[:MAX_BEST])
             confirmed.add(ranked[0].configuration)
@@ -304,7 +304,7 @@ class Journal:
             if here < math.inf and there < math.inf
         )
 
-    def described(self, best: Finding) -> dict[str, str]:
+    def display_parts(self, best: Finding) -> dict[str, str]:
         """Return what pages show of an answer: configuration, and speedup over the default."""
         values = self._space.named(best.configuration).items()
         parts = {SCHEDULE_PART: " ".join(f"{name}={value}" for name, value in values)}
@@ -313,13 +313,13 @@ class Journal:
             parts[SPEEDUP_PART] = f"{start.cost / _cost(best):.2f}"
         return parts
 
-    def answer(self, best: Sequence[Finding]) -> bytes:
+    def encode_answer(self, best: Sequence[Finding]) -> bytes:
         """Return the answer to publish, with as many configurations as fit into an artifact.
 
         Hosts use only `measurements`; the other fields are for display.
         """
         hosts = {_this_host()}.union(*(each.hosts for each in self.known.values()))
-        answer = _encoded(
+        answer = _encode(
             {
                 "problem": self._problem.label,
                 "compiler": self._problem.compiler,
@@ -329,11 +329,11 @@ class Journal:
             }
         )
         if len(answer) > MAX_RECORD_BYTES and len(best) > 1:
-            return self.answer(best[: len(best) // 2])
+            return self.encode_answer(best[: len(best) // 2])
         return answer
 
 
-def _finalists(ranked: Sequence[Finding]) -> Sequence[Finding]:
+def _choose_finalists(ranked: Sequence[Finding]) -> Sequence[Finding]:
     """Return the configurations whose cost is indistinguishable from the best cost."""
     if not ranked:
         return ()
@@ -341,7 +341,7 @@ def _finalists(ranked: Sequence[Finding]) -> Sequence[Finding]:
     return [each for each in ranked if _cost(each) <= limit][:_MAX_FINALISTS]
 
 
-def _ranked(measurements: Mapping[Configuration, Finding]) -> list[Finding]:
+def _rank(measurements: Mapping[Configuration, Finding]) -> list[Finding]:
     return sorted((each for each in measurements.values() if each.cost is not None), key=_cost)
 
 
@@ -354,7 +354,7 @@ def _this_host() -> str:
     return holder_name().rpartition(":")[0]
 
 
-def _encoded(record: Mapping[str, Any]) -> bytes:
+def _encode(record: Mapping[str, Any]) -> bytes:
     # `default` converts numpy numbers, which a searcher may use.
     plain = json.dumps(record, sort_keys=True, allow_nan=False, default=lambda each: each.item())
     return plain.encode()

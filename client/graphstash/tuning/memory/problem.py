@@ -144,8 +144,8 @@ class Problem:
     ) -> CompileRequest:
         """Return the cache request for an artifact of the problem.
 
-        `role` is `answer` or `measurements`, and `number` that of the artifact with this role, from
-        0; see `TeamMemory`. Results of other spaces do not apply.
+        `role` is `answer` or `measurements`. `number` counts the artifacts of a role from 0, see
+        `TeamMemory`. The key contains the space, because results of other spaces do not apply.
         """
         # A search for answers must not find measurements.
         label = self.label if role == "answer" else self.label.replace("tuned", "measured", 1)

@@ -94,7 +94,7 @@ Tune: TypeAlias = Callable[[Search], None]
 """Searches until its budget is spent."""
 
 
-class _Asked(NamedTuple):
+class _SearchArguments(NamedTuple):
     problem: Problem
     space: SearchSpace
     tune: Tune
@@ -143,7 +143,9 @@ class TeamMemory:
                 fails, the next best is confirmed.
             fit: see `Fit`. Default: accepts configurations of the space.
         """
-        asked = _Asked(problem, space, tune, measure, confirm, fit or space.configuration)
+        arguments = _SearchArguments(
+            problem, space, tune, measure, confirm, fit or space.configuration
+        )
         for number in range(_MAX_ANSWERS):
             request = problem.request(space, "answer", number, max_bytes=MAX_RECORD_BYTES)
             if request.key in self._rejected:
@@ -157,11 +159,11 @@ class TeamMemory:
                 found.compilation.abandon()
                 self._turns.announce(found, _NO_ANSWER)
                 continue
-            return self._search(found, request.key, asked)
+            return self._search(found, request.key, arguments)
         self._cache.record_fallback(
             CacheError(Reason.REJECTED, f"none of {_MAX_ANSWERS} answers of {problem.label} works")
         )
-        return self._search(CompileTurn(None, no_op), None, asked)
+        return self._search(CompileTurn(None, no_op), None, arguments)
 
     def find(self, problem: Problem, space: SearchSpace) -> Schedule | None:
         """Return an existing schedule without waiting for a search. It does not count as a hit. In
@@ -222,10 +224,12 @@ class TeamMemory:
             return None
         return best
 
-    def _search(self, turn: CompileTurn, key: ArtifactKey | None, asked: _Asked) -> Schedule | None:
+    def _search(
+        self, turn: CompileTurn, key: ArtifactKey | None, arguments: _SearchArguments
+    ) -> Schedule | None:
         started = monotonic()
-        space, tune = asked.space, asked.tune
-        journal = Journal(self._cache, asked.problem, space, asked.measure)
+        space, tune = arguments.space, arguments.tune
+        journal = Journal(self._cache, arguments.problem, space, arguments.measure)
         payload: bytes | None = None
         try:
             journal.read()
@@ -233,22 +237,22 @@ class TeamMemory:
                 failed = Finding(configuration, None, failure="compile")
                 journal.known[configuration] = failed
                 journal.add(failed)
-            hints = self._hints(asked)
+            hints = self._fetch_hints(arguments)
             tune(Search(dict(journal.known), hints, journal.add))
             journal.measure_default()
-            best = journal.best(journal.known, confirm=asked.confirm)
+            best = journal.find_best(journal.known, confirm=arguments.confirm)
             if journal.is_misled(best):
                 _log.warning(
                     "%s: other hosts' measurements do not hold here; searching without them",
-                    asked.problem.label,
+                    arguments.problem.label,
                 )
                 tune(Search(journal.own(), hints, journal.add))
-                best = journal.best({}, confirm=asked.confirm)
+                best = journal.find_best({}, confirm=arguments.confirm)
             if best:
                 if turn.compilation is not None:
-                    parts = journal.described(best[0])
+                    parts = journal.display_parts(best[0])
                     self._cache.log.add_parts(turn.compilation.key, parts)
-                payload = journal.answer(best)
+                payload = journal.encode_answer(best)
         finally:
             journal.flush()
             if payload is None and turn.compilation is not None:
@@ -266,9 +270,9 @@ class TeamMemory:
         with self._lock:
             return [each for each in self._rejected.values() if each in space]
 
-    def _hints(self, asked: _Asked) -> list[Configuration]:
+    def _fetch_hints(self, arguments: _SearchArguments) -> list[Configuration]:
         hints: dict[Configuration, None] = {}
-        for key in self._nearest(asked.problem):
+        for key in self._find_nearest(arguments.problem):
             pack = self._cache.fetch_pack(key, max_bytes=MAX_RECORD_BYTES)
             if pack is None or pack.payload is None:
                 continue
@@ -279,14 +283,16 @@ class TeamMemory:
                 continue
             for values in found[:MAX_BEST]:
                 try:
-                    hint = asked.fit(values)
-                    if hint in asked.space and asked.space.has_types(hint):
+                    hint = arguments.fit(values)
+                    if hint in arguments.space and arguments.space.has_types(hint):
                         hints[hint] = None
                 except Exception as error:  # noqa: BLE001 - the caller's code, on peers' values
-                    _log.debug("%s: %s does not fit: %s", asked.problem.label, key, short(error))
+                    _log.debug(
+                        "%s: %s does not fit: %s", arguments.problem.label, key, short(error)
+                    )
         return list(hints)
 
-    def _nearest(self, problem: Problem) -> list[ArtifactKey]:
+    def _find_nearest(self, problem: Problem) -> list[ArtifactKey]:
         server = self._cache.stash.server
         if not server.is_configured:
             return []

@@ -12,9 +12,9 @@ random unvisited configuration.
 
 The paper's queue starts with the untiled configuration, which is slow, like its neighbours; on most
 spaces, a short search then loses to random search. This search first measures a few random
-configurations, then one after the other those that a model of all costs so far prefers. All of them
-start in the queue. Later rounds have a random configuration beside the neighbours, because the
-queue may lead around a local minimum.
+configurations. It then measures, one by one, the configurations that a model of all costs so far
+prefers. All of them start in the queue. Later rounds have a random configuration beside the
+neighbours, because the queue may lead around a local minimum.
 """
 
 import math

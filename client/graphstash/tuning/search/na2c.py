@@ -183,7 +183,7 @@ class NA2C(Searcher):
 
     def _walk(self, state: Configuration, chosen: dict[Configuration, None]) -> None:
         for _ in range(self._steps):
-            if (move := self._move(state)) is None or len(chosen) == self._batch:
+            if (move := self._choose_move(state)) is None or len(chosen) == self._batch:
                 return
             after = self.space.moved(state, move)
             assert after is not None  # noqa: S101 - the move is legal
@@ -192,8 +192,8 @@ class NA2C(Searcher):
                 self._walked[after] = (state, move)
             state = after
 
-    def _move(self, state: Configuration) -> int | None:
-        legal = self._legal(state)
+    def _choose_move(self, state: Configuration) -> int | None:
+        legal = self._legal_moves(state)
         if not legal.any():
             return None
         if self._random.random() < self._epsilon:
@@ -217,14 +217,14 @@ class NA2C(Searcher):
         batch = Transitions(
             before=self._features([state for (state, _), _, _ in moved]),
             after=self._features([state for _, state, _ in moved]),
-            legal=np.array([self._legal(state) for (state, _), _, _ in moved]),
+            legal=np.array([self._legal_moves(state) for (state, _), _, _ in moved]),
             moves=np.array([move for (_, move), _, _ in moved]),
             rewards=np.array([reward for _, _, reward in moved]),
         )
         for _ in range(self._updates):
             self.network.learn(batch, self._discount)
 
-    def _legal(self, state: Configuration) -> NDArray[np.bool_]:
+    def _legal_moves(self, state: Configuration) -> NDArray[np.bool_]:
         return np.array(
             [self.space.moved(state, move) is not None for move in range(self.space.moves)]
         )

@@ -22,13 +22,13 @@ from graphstash.tuning.search.base import Searcher, Trial
 from graphstash.tuning.space import Configuration, SpaceError
 from graphstash.tuning.spaces.tree import TreeSpace
 
-__all__ = ["Controller", "RNNController", "Written"]
+__all__ = ["Controller", "RNNController", "Sequences"]
 
 MAX_ROUNDS_OF_OLD = 2
 """Maximum batches that the controller writes per round to find enough new configurations."""
 
 
-class Written(NamedTuple):
+class Sequences(NamedTuple):
     """B configurations that the controller wrote, of T parameters with at most V values."""
 
     places: NDArray[np.int64]  # [B, T], index of the chosen value
@@ -77,7 +77,7 @@ class Controller:
         return logits, h_after, c_after, (both, take, keep, show, new, c, shown, h_after)
 
     def gradients(
-        self, written: Written, advantage: Floats, entropy_weight: float
+        self, written: Sequences, advantage: Floats, entropy_weight: float
     ) -> dict[str, Floats]:
         """Return gradients of the mean of -(advantage * log P + entropy_weight * entropy)."""
         count, steps = written.places.shape
@@ -100,7 +100,7 @@ class Controller:
         return self._backwards(written, kept, into_logits)
 
     def _backwards(
-        self, written: Written, kept: list[tuple[Floats, ...]], into_logits: list[Floats]
+        self, written: Sequences, kept: list[tuple[Floats, ...]], into_logits: list[Floats]
     ) -> dict[str, Floats]:
         p = self.parameters
         found = {name: np.zeros_like(each) for name, each in p.items()}
@@ -130,7 +130,7 @@ class Controller:
             into_h, into_c = into_both[:, self.hidden :], into_c * keep
         return found
 
-    def learn(self, written: Written, advantage: Floats, entropy_weight: float) -> None:
+    def learn(self, written: Sequences, advantage: Floats, entropy_weight: float) -> None:
         """Take one step of Adam."""
         self._adam.step(self.gradients(written, advantage, entropy_weight))
 
@@ -181,7 +181,7 @@ class RNNController(Searcher):
         self._baseline: float | None = None
         self._rewards = Rewards()
         self._known: dict[Configuration, float] = {}  # rewards
-        self._sequences: list[tuple[Configuration, Written]] = []
+        self._sequences: list[tuple[Configuration, Sequences]] = []
         self.network = Controller(
             [len(values) for values in space.values],
             hidden=hidden,
@@ -193,7 +193,7 @@ class RNNController(Searcher):
         self._sequences = []
         new: dict[Configuration, None] = {}
         for _ in range(MAX_ROUNDS_OF_OLD):
-            for configuration, written in self._write():
+            for configuration, written in self._draw_sequences():
                 if len(new) == self._batch:
                     break
                 self._sequences.append((configuration, written))
@@ -201,7 +201,7 @@ class RNNController(Searcher):
                     new[configuration] = None
         return list(new) or self._unvisited(self._batch)
 
-    def _write(self) -> list[tuple[Configuration, Written]]:
+    def _draw_sequences(self) -> list[tuple[Configuration, Sequences]]:
         h, c = self.network.start(self._batch)
         chosen: list[Configuration] = [()] * self._batch
         most = max(map(len, self._tree.values))
@@ -221,7 +221,7 @@ class RNNController(Searcher):
                 places[row, t] = choose(logs[row], self._random)
                 chosen[row] = (*prefix, values[places[row, t]])
         return [
-            (configuration, Written(places[row], prior[row]))
+            (configuration, Sequences(places[row], prior[row]))
             for row, configuration in enumerate(chosen)
         ]
 
@@ -237,7 +237,7 @@ class RNNController(Searcher):
         if self._baseline is None:
             self._baseline = mean
         self.network.learn(
-            Written(*(np.stack(each) for each in zip(*(how for _, how in written), strict=True))),
+            Sequences(*(np.stack(each) for each in zip(*(how for _, how in written), strict=True))),
             rewards - self._baseline,
             self._entropy_weight,
         )

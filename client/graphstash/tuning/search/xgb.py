@@ -93,7 +93,7 @@ class XGBoostSearch(Searcher):
     def _propose(self) -> list[Configuration]:
         if len({trial.cost for trial in self._learned}) < 2:  # nothing to rank
             return self._unvisited(self._plan_size)
-        ranked = self._anneal(self._model())
+        ranked = self._anneal(self._train_model())
         chosen: dict[Configuration, None] = {}
         for each in ranked:
             if len(chosen) == self._plan_size:
@@ -104,7 +104,7 @@ class XGBoostSearch(Searcher):
         more = self._unvisited(self._plan_size) if missing else []
         return list(dict.fromkeys([*chosen, *more]))[: self._plan_size]
 
-    def _model(self) -> Any:
+    def _train_model(self) -> Any:
         costs = np.array([trial.cost for trial in self._learned])
         data = self._matrix([trial.configuration for trial in self._learned])
         order = np.unique(-costs, return_inverse=True)[1]  # failures rank lowest
@@ -120,7 +120,7 @@ class XGBoostSearch(Searcher):
     def _anneal(self, model: Any) -> list[Configuration]:
         points = self._ends or [self.space.draw(self._random) for _ in range(self._chains)]
         known: dict[Configuration, float] = {}
-        scores = self._scores(model, points, known)
+        scores = self._predict(model, points, known)
         best: list[tuple[float, int, Configuration]] = []
         members: set[Configuration] = set()
         changed = 0
@@ -128,10 +128,10 @@ class XGBoostSearch(Searcher):
             if step - changed > self._early_stop:
                 break
             for point in points:
-                if self._keep(point, known[point], best, members):
+                if self._offer(point, known[point], best, members):
                     changed = step
-            moved = [self._neighbour(point) for point in points]
-            new = self._scores(model, moved, known)
+            moved = [self._draw_neighbour(point) for point in points]
+            new = self._predict(model, moved, known)
             temperature = 1 - step / self._steps
             for i, (neighbour, score) in enumerate(zip(moved, new, strict=True)):
                 gain = (score - scores[i]) / (temperature + 1e-5)
@@ -140,7 +140,7 @@ class XGBoostSearch(Searcher):
         self._ends = points
         return [each for *_, each in sorted(best, reverse=True)]
 
-    def _keep(
+    def _offer(
         self,
         point: Configuration,
         score: float,
@@ -160,14 +160,14 @@ class XGBoostSearch(Searcher):
         members.add(point)
         return True
 
-    def _neighbour(self, point: Configuration) -> Configuration:
+    def _draw_neighbour(self, point: Configuration) -> Configuration:
         for _ in range(2 * self.space.moves):
             move = self._random.randrange(self.space.moves)
             if (found := self.space.moved(point, move)) is not None:
                 return found
         return self.space.draw(self._random)
 
-    def _scores(
+    def _predict(
         self, model: Any, points: list[Configuration], known: dict[Configuration, float]
     ) -> list[float]:
         if new := [each for each in dict.fromkeys(points) if each not in known]:

@@ -97,23 +97,23 @@ class Constraint:
                 term = self._compile(operand)
                 if isinstance(op, ast.Not):
                     return lambda values: not term(values)
-                return lambda values: -_number(term(values))
+                return lambda values: -_check_number(term(values))
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
-                return self._arithmetic(left, _ARITHMETIC[type(op)], right)
+                return self._compile_arithmetic(left, _ARITHMETIC[type(op)], right)
             case ast.Compare() if all(type(op) in _COMPARISONS for op in node.ops):
-                return self._comparison(node)
+                return self._compile_comparison(node)
         raise SpaceError(
             f"the constraint {self.text!r} uses {ast.unparse(node)!r}: names of parameters, "
             "numbers, texts, + - * / // %, comparisons, in, and, or, not are what it may use"
         )
 
-    def _arithmetic(
+    def _compile_arithmetic(
         self, left: ast.expr, compute: Callable[[Any, Any], Any], right: ast.expr
     ) -> _Term:
         first, second = self._compile(left), self._compile(right)
-        return lambda values: compute(_number(first(values)), _number(second(values)))
+        return lambda values: compute(_check_number(first(values)), _check_number(second(values)))
 
-    def _comparison(self, node: ast.Compare) -> _Term:
+    def _compile_comparison(self, node: ast.Compare) -> _Term:
         operands = [node.left, *node.comparators]
         compares = [_COMPARISONS[type(op)] for op in node.ops]
         is_list = [False, *(isinstance(op, ast.In | ast.NotIn) for op in node.ops)]
@@ -149,7 +149,7 @@ def _limit_nesting(node: ast.AST) -> None:
         raise ValueError(f"it is nested in more than {_MAX_NESTING} levels")
 
 
-def _number(value: Any) -> Any:
+def _check_number(value: Any) -> Any:
     if not isinstance(value, int | float):
         raise TypeError(f"{value!r} is not a number")
     return value

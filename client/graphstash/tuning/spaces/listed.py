@@ -33,7 +33,7 @@ class ListedSpace(SearchSpace):
         self._things: dict[Configuration, Any] = {}
         self._types: dict[Configuration, list[type]] = {}
         for parameters, thing in entries:
-            row = tuple(_plain(parameters.get(name, _ABSENT)) for name in self.names)
+            row = tuple(_to_value(parameters.get(name, _ABSENT)) for name in self.names)
             self._things.setdefault(row, thing)
             self._types.setdefault(row, [*map(type, row)])
 
@@ -82,5 +82,5 @@ class ListedSpace(SearchSpace):
         return {"space": self._kind, "names": list(self.names), "rows": listed}
 
 
-def _plain(value: object) -> Value:
+def _to_value(value: object) -> Value:
     return value if isinstance(value, int | float | str | bool) else repr(value)

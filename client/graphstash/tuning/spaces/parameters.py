@@ -9,7 +9,7 @@ from graphstash.tuning.space import Configuration, EmptySpaceError, SpaceError, 
 from graphstash.tuning.spaces.constraints import Constraint
 from graphstash.tuning.spaces.tree import TreeSpace
 
-__all__ = ["ParameterSpace", "checked_names", "checked_values"]
+__all__ = ["ParameterSpace", "check_names", "check_values"]
 
 MAX_PARAMETERS: Final = 100
 MAX_VALUES: Final = 10_000
@@ -43,8 +43,8 @@ class ParameterSpace(TreeSpace):
     def __init__(
         self, parameters: Mapping[str, Sequence[Value]], constraints: Iterable[str] = ()
     ) -> None:
-        self.names = checked_names(parameters)
-        self.values = tuple(checked_values(name, values) for name, values in parameters.items())
+        self.names = check_names(parameters)
+        self.values = tuple(check_values(name, values) for name, values in parameters.items())
         if isinstance(constraints, str):
             raise SpaceError(f"constraints is {constraints!r}: it must be a list of texts")
         self.constraints = tuple(Constraint(text) for text in constraints)
@@ -54,9 +54,9 @@ class ParameterSpace(TreeSpace):
                     f"the constraint {constraint.text!r} names {sorted(unknown)}, "
                     f"which are not among the parameters {sorted(self.names)}"
                 )
-        self._tree = _Tree(self.names, self.values, self.constraints)
+        self._tree = _PrefixCounter(self.names, self.values, self.constraints)
         if not self._tree.after(()):
-            raise EmptySpaceError(self._contradiction())
+            raise EmptySpaceError(self._explain_contradiction())
         self._swaps = [
             (i, j)
             for i, j in combinations(range(len(self.names)), 2)
@@ -107,7 +107,7 @@ class ParameterSpace(TreeSpace):
             "constraints": [constraint.text for constraint in self.constraints],
         }
 
-    def _contradiction(self) -> str:
+    def _explain_contradiction(self) -> str:
         alone = [each.text for each in self.constraints if self._holds_without(each)]
         return "no configuration satisfies the constraints: " + (
             f"without one of {alone} there are some"
@@ -120,12 +120,12 @@ class ParameterSpace(TreeSpace):
         others = [each for each in self.constraints if each is not constraint]
         most = MAX_TRIED // len(self.constraints)
         try:
-            return bool(_Tree(self.names, self.values, others, most_tried=most).after(()))
+            return bool(_PrefixCounter(self.names, self.values, others, most_tried=most).after(()))
         except SpaceError:
             return False
 
 
-class _Tree:
+class _PrefixCounter:
     """Counts configurations by prefix.
 
     Prefixes of equal length have the same continuations if they agree in the parameters of the
@@ -179,7 +179,7 @@ class _Tree:
         return found
 
 
-def checked_names(names: Iterable[Any]) -> tuple[str, ...]:
+def check_names(names: Iterable[Any]) -> tuple[str, ...]:
     """Return valid parameter names: distinct, and usable in constraints."""
     found = tuple(names)
     if not 1 <= len(found) <= MAX_PARAMETERS:
@@ -196,7 +196,7 @@ def checked_names(names: Iterable[Any]) -> tuple[str, ...]:
     return found
 
 
-def checked_values(name: str, values: Iterable[Value]) -> tuple[Value, ...]:
+def check_values(name: str, values: Iterable[Value]) -> tuple[Value, ...]:
     """Return valid parameter values: distinct texts, booleans and finite numbers."""
     if isinstance(values, str):
         raise SpaceError(f"the values of {name} are {values!r}: they must be a list")

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from graphstash.tuning.space import Configuration, EmptySpaceError, SpaceError, Value
-from graphstash.tuning.spaces.parameters import checked_names, checked_values
+from graphstash.tuning.spaces.parameters import check_names, check_values
 from graphstash.tuning.spaces.tree import TreeSpace
 
 __all__ = ["TableSpace"]
@@ -28,7 +28,7 @@ class TableSpace(TreeSpace):
     """
 
     def __init__(self, names: Iterable[str], rows: Iterable[Any]) -> None:
-        self.names = checked_names(names)
+        self.names = check_names(names)
         listed = list(rows)
         if not listed:
             raise EmptySpaceError("the table has no rows")
@@ -38,9 +38,9 @@ class TableSpace(TreeSpace):
                     f"row {number} is {row!r}: it must be a tuple of {len(self.names)} values"
                 )
             for name, value in zip(self.names, row, strict=True):
-                checked_values(name, [value])
+                check_values(name, [value])
         self.values = tuple(
-            checked_values(name, _ordered(_different(column)))
+            check_values(name, _sort_numbers(_distinct(column)))
             for name, column in zip(self.names, zip(*listed, strict=True), strict=True)
         )
         self._place = [{value: i for i, value in enumerate(each)} for each in self.values]
@@ -91,12 +91,12 @@ class TableSpace(TreeSpace):
         return tuple(values[place] for values, place in zip(self.values, places, strict=True))
 
 
-def _different(values: Iterable[Value]) -> list[Value]:
+def _distinct(values: Iterable[Value]) -> list[Value]:
     """Return distinct values; 1, 1.0 and True are distinct."""
     return [value for _, value in dict.fromkeys((type(value), value) for value in values)]
 
 
-def _ordered(values: Iterable[Value]) -> list[Value]:
+def _sort_numbers(values: Iterable[Value]) -> list[Value]:
     """Sort the values if all are numbers; otherwise keep their order."""
     found = list(values)
     numbers = [each for each in found if isinstance(each, int | float)]

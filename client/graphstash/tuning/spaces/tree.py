@@ -69,10 +69,12 @@ class TreeSpace(SearchSpace):
 
     def features(self, configuration: Configuration) -> Sequence[float]:
         """Return the place of each value in its list, scaled to -1 to 1."""
-        return [scaled[value] for scaled, value in zip(self._scaled, configuration, strict=True)]
+        return [
+            scaled[value] for scaled, value in zip(self._scaled_places, configuration, strict=True)
+        ]
 
     @cached_property
-    def _scaled(self) -> list[dict[Value, float]]:
+    def _scaled_places(self) -> list[dict[Value, float]]:
         return [
             {value: 2 * place / max(1, len(each) - 1) - 1 for place, value in enumerate(each)}
             for each in self.values

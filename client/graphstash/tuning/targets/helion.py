@@ -92,16 +92,16 @@ class TeamBackend(RemoteCacheBackend):  # type: ignore[misc] # the package may b
         """Yield at most `max_results` and 32 entries for this device type, newest first."""
         try:
             cache = open_cache()
-            yield from () if cache is None else islice(_listed(cache), max_results)
+            yield from () if cache is None else islice(_fetch_listed(cache), max_results)
         except Exception as error:  # noqa: BLE001 - as above
             record_failure("what the team has tuned was not listed", error)
 
 
-def _fitting(get: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _wrap_get(get: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Wrap a Helion cache's `get` to reject entries that its kernel, known only here, refuses."""
 
     @wraps(get)
-    def found_if_valid(cache: Any) -> Any:
+    def get_if_valid(cache: Any) -> Any:
         backend = getattr(cache, "_backend", None)
         if not isinstance(backend, TeamBackend):
             return get(cache)
@@ -115,14 +115,14 @@ def _fitting(get: Callable[[Any], Any]) -> Callable[[Any], Any]:
             return None
         return config
 
-    return found_if_valid
+    return get_if_valid
 
 
 for _cache in (RemoteAutotuneCache, StrictRemoteAutotuneCache):
-    Patches().wrap(_cache, "get", _fitting)
+    Patches().wrap(_cache, "get", _wrap_get)
 
 
-def _listed(cache: CompileCache) -> Iterator[str]:
+def _fetch_listed(cache: CompileCache) -> Iterator[str]:
     server = cache.stash.server
     if not server.is_configured:
         return

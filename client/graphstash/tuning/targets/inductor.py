@@ -64,7 +64,7 @@ def install() -> "TeamGemms | None":
     if _installed:
         return _installed[0]
     try:
-        problem = f"has no {missing}" if (missing := _missing()) else ""
+        problem = f"has no {missing}" if (missing := _missing_part()) else ""
         if not problem:
             _installed.append(TeamGemms())
     except Exception as error:  # noqa: BLE001 - torch may raise anything: continue
@@ -87,7 +87,9 @@ class TeamGemms:
 
         self._unregister = register()  # first, because it may raise
         self._patches = Patches()
-        self._patches.wrap(select_algorithm.AlgorithmSelectorCache, "do_autotuning", _sharing)
+        self._patches.wrap(
+            select_algorithm.AlgorithmSelectorCache, "do_autotuning", _wrap_do_autotuning
+        )
 
     def close(self) -> None:
         """Undo the changes; a second call has no effect."""
@@ -101,7 +103,7 @@ class TeamGemms:
 _installed: Final[list[TeamGemms]] = []
 
 
-def _sharing(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_do_autotuning(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `AlgorithmSelectorCache.do_autotuning`, which returns milliseconds by candidate."""
 
     def do_autotuning(selector: Any, *args: Any, **options: Any) -> Any:
@@ -127,7 +129,7 @@ def _sharing(original: Callable[..., Any]) -> Callable[..., Any]:
         if _is_shared(product, options):
             name, nodes, *_ = product
             try:
-                if (found := _answer(name, nodes, choices, tune, measure)) is not None:
+                if (found := _choose_with_team(name, nodes, choices, tune, measure)) is not None:
                     return found
             except Exception as error:
                 if error in raised:
@@ -150,7 +152,7 @@ def _is_shared(product: Sequence[Any], options: Mapping[str, Any]) -> bool:
     )
 
 
-def _answer(
+def _choose_with_team(
     name: str,
     nodes: Sequence[Any],
     choices: Sequence[Any],
@@ -171,28 +173,28 @@ def _answer(
         except select_algorithm.NoValidChoicesError:
             costs = {}
         for choice, configuration in unknown.items():
-            search.publish(_finding(configuration, costs.get(choice, 0.0)))
+            search.publish(_make_finding(configuration, costs.get(choice, 0.0)))
 
     def measure(configuration: Configuration) -> Finding:
-        return _finding(configuration, measure_by_torch(space.thing(configuration)))
+        return _make_finding(configuration, measure_by_torch(space.thing(configuration)))
 
     while (
         schedule := memory.schedule(problem, space, tune, measure=in_turns(measure))
     ) is not None:
         choice = space.thing(schedule.configuration)
-        if schedule.was_searched or _compiles(choice, memory, schedule):
+        if schedule.was_searched or _compile_or_reject(choice, memory, schedule):
             return {choice: (schedule.best[0].cost or 0.0) / _MILLISECONDS}
     return None
 
 
-def _finding(configuration: Configuration, milliseconds: float) -> Finding:
+def _make_finding(configuration: Configuration, milliseconds: float) -> Finding:
     cost = milliseconds * _MILLISECONDS
     if not 0 < cost <= MAX_COST:  # torch reports infinity for a failure
         return Finding(configuration, None, failure="run")
     return Finding(configuration, cost, count=1)
 
 
-def _compiles(choice: Any, memory: TeamMemory, schedule: Schedule) -> bool:
+def _compile_or_reject(choice: Any, memory: TeamMemory, schedule: Schedule) -> bool:
     """Return whether the team's candidate compiles here. torch could not replace it later."""
     try:
         choice.precompile()
@@ -202,7 +204,7 @@ def _compiles(choice: Any, memory: TeamMemory, schedule: Schedule) -> bool:
     return True
 
 
-def _missing() -> str:
+def _missing_part() -> str:
     """Return the first needed part that this torch lacks, or an empty string."""
     from torch._inductor import choices
 

@@ -36,11 +36,11 @@ _torch: Final[Any] = choices
 
 def register() -> Callable[[], None]:
     """Register the team's table beside a user's table; return the function that undoes this."""
-    _keeping_user_handler(lambda: _torch.register_inductor_choices(_NAME, TeamChoices))
-    return lambda: _keeping_user_handler(lambda: _torch.unregister_inductor_choices(_NAME))
+    _change_keeping_user_handler(lambda: _torch.register_inductor_choices(_NAME, TeamChoices))
+    return lambda: _change_keeping_user_handler(lambda: _torch.unregister_inductor_choices(_NAME))
 
 
-def _keeping_user_handler(change: Callable[[], None]) -> None:
+def _change_keeping_user_handler(change: Callable[[], None]) -> None:
     """Change torch's handler of choices, but keep a handler that the user has set.
 
     A handler from `V.set_choices_handler` does not use the team's table.
@@ -86,7 +86,7 @@ class TeamChoices(LookupTableChoices):  # type: ignore[misc] # as above
         # torch's look-up drops the overrides.
         if not any((kwarg_overrides or {}).values()):
             try:
-                self._of_thread.table = self._table(offered, kernel_inputs, op_name)
+                self._of_thread.table = self._make_table(offered, kernel_inputs, op_name)
             except Exception as error:  # noqa: BLE001 - the cache's outermost frame
                 record_failure(f"{op_name} is tuned without the team's table", error)
         try:
@@ -98,7 +98,7 @@ class TeamChoices(LookupTableChoices):  # type: ignore[misc] # as above
         finally:
             self._of_thread.table = {}
 
-    def _table(
+    def _make_table(
         self, offered: Mapping[str, Sequence[Any]], kernel_inputs: Any, op_name: str
     ) -> dict[str, list[dict[str, Any]]]:
         """Return this product's entry; empty without a team answer or with few candidates."""
@@ -121,10 +121,10 @@ class TeamChoices(LookupTableChoices):  # type: ignore[misc] # as above
         if not listed:  # the best candidates' templates do not use the table
             return {}
         safe = [each for each in all_offered if isinstance(each.template, ExternKernelChoice)]
-        return {key: [_entry(each) for each in dict.fromkeys([*listed, *safe])]}
+        return {key: [_table_entry(each) for each in dict.fromkeys([*listed, *safe])]}
 
 
-def _entry(choice: Any) -> dict[str, Any]:
+def _table_entry(choice: Any) -> dict[str, Any]:
     entry = {**choice.params.to_serializeable_dict(), "template_id": choice.template.uid}
     if (source := getattr(choice.template, "src_hash", None)) is not None:
         entry["template_hash"] = source

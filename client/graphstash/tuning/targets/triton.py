@@ -4,9 +4,9 @@
     @triton.jit
     def kernel(x, n, BLOCK: tl.constexpr): ...
 
-Arguments, calls, hooks and measurements are those of `triton.autotune`, but the team shares the
-results. The first job that calls a kernel with a new key measures the configurations; other jobs
-use its best one. Without the cache, this is `triton.autotune`.
+Arguments, calls, hooks and measurements are the same as with `triton.autotune`, but the team shares
+the results. The first job that calls a kernel with a new key measures the configurations. Other
+jobs use its best one. Without the cache, this is `triton.autotune`.
 
 As in `triton.autotune`, no reference checks what the kernel computes. The team can only choose
 among the caller's own configurations, which `triton.autotune` could have chosen.
@@ -105,7 +105,7 @@ class TeamAutotuner(Autotuner):  # type: ignore[misc] # Triton ships no types
         try:
             listed = [(config.all_kwargs(), config) for config in pruned]
             space = ListedSpace("triton configs", listed)
-            problem = self._problem(kwargs)
+            problem = self._make_problem(kwargs)
         except Exception as error:  # noqa: BLE001 - e.g. more sizes than a problem may have
             record_failure(f"{self.base_fn.__name__} is tuned without the team", error)
             return super().run(*args, **kwargs)
@@ -143,7 +143,7 @@ class TeamAutotuner(Autotuner):  # type: ignore[misc] # Triton ships no types
         def measure(configuration: Configuration) -> Finding:
             config = space.thing(configuration)
             try:
-                median, spread = _times(self._bench(*args, config=config, **kwargs))
+                median, spread = _median_and_spread(self._bench(*args, config=config, **kwargs))
             except Exception as error:
                 kernel_errors.append(error)
                 raise
@@ -186,7 +186,7 @@ class TeamAutotuner(Autotuner):  # type: ignore[misc] # Triton ships no types
         given = self._arguments(kwargs)
         return (*(given[name] for name in self.keys if name in given), *_dtypes(given))
 
-    def _problem(self, kwargs: dict[str, Any]) -> Problem:
+    def _make_problem(self, kwargs: dict[str, Any]) -> Problem:
         given = self._arguments(kwargs)
         keys = {name: given[name] for name in self.keys if name in given}
         sizes = {name: value for name, value in keys.items() if _is_size(value)}
@@ -208,7 +208,7 @@ class TeamAutotuner(Autotuner):  # type: ignore[misc] # Triton ships no types
         )
 
 
-def _times(measured: Any) -> tuple[float, float]:
+def _median_and_spread(measured: Any) -> tuple[float, float]:
     """Return the median and the spread in milliseconds.
 
     `do_bench` returns the quantiles 0.5, 0.2 and 0.8, which span almost the interquartile range. If
@@ -240,16 +240,16 @@ def _shape_of(value: Any) -> str:
     Exact strides would distinguish calls by sizes that `key` leaves out.
     """
     if hasattr(value, "data_ptr"):
-        parts = [f"address {_divisible(value.data_ptr())}"]
+        parts = [f"address {_describe_divisibility(value.data_ptr())}"]
         if hasattr(value, "stride"):
             strides = tuple(value.stride())
             order = sorted(range(len(strides)), key=lambda each: strides[each])
-            parts.append(f"order {order}, strides {[*map(_divisible, strides)]}")
+            parts.append(f"order {order}, strides {[*map(_describe_divisibility, strides)]}")
         return ", ".join(parts)
-    return _divisible(value) if type(value) is int else type(value).__name__
+    return _describe_divisibility(value) if type(value) is int else type(value).__name__
 
 
-def _divisible(number: int) -> str:
+def _describe_divisibility(number: int) -> str:
     if number in {0, 1}:
         return str(number)
     return "16" if number % _DIVISOR == 0 else "other"

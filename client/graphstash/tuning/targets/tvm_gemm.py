@@ -95,7 +95,7 @@ class TvmGemm(Target):
             axis: [int(configuration[f"{axis}_{depth}"]) for depth in range(count)]
             for axis, count in _FACTORS.items()
         }
-        function = tvm.compile(self._scheduled(splits), target=self._target)["main"]
+        function = tvm.compile(self._make_schedule(splits), target=self._target)["main"]
         return partial(function, self._a, self._b, self._c)
 
     def check(self, kernel: Kernel) -> bool:
@@ -111,10 +111,10 @@ class TvmGemm(Target):
             kernel()
         return (thread_time() - started) / calls
 
-    def _scheduled(self, splits: Mapping[str, list[int]]) -> Any:
+    def _make_schedule(self, splits: Mapping[str, list[int]]) -> Any:
         from tvm import s_tir
 
-        schedule = s_tir.Schedule(_module(**self._sizes))
+        schedule = s_tir.Schedule(_make_module(**self._sizes))
         block = schedule.get_sblock("C")
         m, n, k = schedule.get_loops(block)
         m_0, m_1, m_2, m_3 = schedule.split(m, factors=splits["m"])
@@ -129,7 +129,7 @@ class TvmGemm(Target):
         return schedule.mod
 
 
-def _module(m: int, k: int, n: int) -> Any:
+def _make_module(m: int, k: int, n: int) -> Any:
     import tvm
     from tvm import te
 
