@@ -44,7 +44,7 @@ def _watch() -> None:
     try:  # raising would break `import torch`
         from graphstash.hooks.registry import broken_hooks, hook_specs
 
-        install_when_needed(hook_specs().values(), _add, begun=_begin)
+        install_when_needed(hook_specs().values(), _add, on_begin=_begin)
         if broken_hooks():
             _warn_of_broken_hooks()
     except Exception:

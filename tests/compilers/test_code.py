@@ -23,7 +23,7 @@ import torch
 
 from compilers.wrong_hits.generated.values import HOLDERS
 from graphstash.hooks.code import CodeDescriber, UndescribableError
-from graphstash.hooks.inductor.describer import constant
+from graphstash.hooks.inductor.describer import describe_constant
 
 
 class Level(enum.Enum):
@@ -323,14 +323,16 @@ def test_function_of_a_compiled_module_is_described_by_its_name():
 )
 def test_constant_that_has_more_than_its_elements_is_refused(tensor):
     with pytest.raises(UndescribableError, match="a tensor of torch"):
-        constant(tensor, most=10_000)
+        describe_constant(tensor, most=10_000)
 
 
 def test_constant_is_described_by_the_bits_of_nan():
     number = torch.tensor([math.nan])
-    assert constant(number) == constant(number.clone()) != constant(-number)
+    assert (
+        describe_constant(number) == describe_constant(number.clone()) != describe_constant(-number)
+    )
 
 
 def test_conjugated_constant_is_not_its_original():
     numbers = torch.full((5000,), 1j)
-    assert constant(numbers.conj(), most=10_000) != constant(numbers, most=10_000)
+    assert describe_constant(numbers.conj(), most=10_000) != describe_constant(numbers, most=10_000)

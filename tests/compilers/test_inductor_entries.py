@@ -434,14 +434,14 @@ print(*replaced_in_torch(CodeDescriber()))
 
 
 def test_given_compilers_are_read_without_keeping_variables_of_callers():
-    from graphstash.hooks.inductor.registries import _given
+    from graphstash.hooks.inductor.registries import _passed_compilers
 
     class Tensor:
         pass
 
     def call():
         tensor = Tensor()
-        _given(SimpleNamespace(fw_compiler=print))
+        _passed_compilers(SimpleNamespace(fw_compiler=print))
         return weakref.ref(tensor)
 
     gc.disable()  # it would end the tensor even if a cycle of frames kept it

@@ -209,7 +209,7 @@ def test_a_header_is_prepared_when_the_first_object_is_built(host, tmp_path, com
 
     def with_header():
         built = builder(SOURCE.replace("42", "ANSWER"))
-        built._build_option.precompiled_header = objects.late(prepare)("header.h")
+        built._build_option.precompiled_header = objects.defer_precompilation(prepare)("header.h")
         return built
 
     with host("a") as a:

@@ -8,7 +8,7 @@ def test_a_compile_within_a_compile_does_not_end_the_outer_one(jax_program):
         """
         import jax
         from jax._src import compiler
-        from graphstash.hooks.jax.compiling import Compiling
+        from graphstash.hooks.jax.compiling import ProgramTracker
 
         def compile_program(backend, module, *arguments, **named):
             name = str(module.operation.attributes["sym_name"]).strip('"')
@@ -25,7 +25,7 @@ def test_a_compile_within_a_compile_does_not_end_the_outer_one(jax_program):
 
         original = compiler.backend_compile_and_load
         compiler.backend_compile_and_load = compile_program
-        Compiling(lambda: print("ended"), lambda *_: True, print)
+        ProgramTracker(lambda: print("ended"), lambda *_: True, print)
         jax.jit(outer)(1.0)
         """
     )
@@ -36,16 +36,16 @@ def test_unserializable_collective_program_is_reported_to_the_hook_only(jax_prog
     printed = jax_program(
         """
         from jax._src import compilation_cache, compiler
-        from graphstash.hooks.jax.compiling import Compiling
+        from graphstash.hooks.jax.compiling import ProgramTracker
 
         def fail(*_):
             raise RuntimeError("UNIMPLEMENTED: it cannot be serialized")
 
         compilation_cache.put_executable_and_time = fail
-        compiling = Compiling(lambda: None, lambda *_: True, print)
-        program = compiling.present()
+        tracker = ProgramTracker(lambda: None, lambda *_: True, print)
+        program = tracker.current_program()
         program.is_collective = True
-        compiling._local.program = program
+        tracker._local.program = program
         compiler._cache_write("key", 1.0, "program", None, None, [])
         """
     )
@@ -79,13 +79,13 @@ def test_result_of_program_that_the_key_cannot_describe_is_not_published(jax_pro
         from dataclasses import replace
         import jax
         from graphstash import ClientConfig
-        from graphstash.hooks.jax.compiling import Compiling
+        from graphstash.hooks.jax.compiling import ProgramTracker
         from graphstash.hooks.jax.entries import Entries
         from graphstash.hooks.jax.fingerprint import request_of
         from support.host import Host
 
         jax.devices()
-        program = Compiling(lambda: None, lambda *_: True, print).present()
+        program = ProgramTracker(lambda: None, lambda *_: True, print).current_program()
         for unshareable in ("it calls a Python function", ""):
             with Host(ClientConfig(url="none", cache_dir="{tmp_path}/cache")) as host:
                 entry = zlib.compress(b"\\0\\0\\0\\1executable")
@@ -105,20 +105,20 @@ def test_threads_are_those_of_the_client_that_compiles_for_the_cpu(jax_program):
         import jax
         from jax._src import xla_bridge
         from jax.extend.backend import clear_backends
-        from graphstash.hooks.jax.compiling import Compiling
+        from graphstash.hooks.jax.compiling import ProgramTracker
 
         os.environ["NPROC"] = "5"
         jax.devices()
         os.environ["NPROC"] = "3"
-        compiling = Compiling(lambda: None, lambda *_: True, print)
-        print(compiling.present().threads)  # the client was there before the hook
+        tracker = ProgramTracker(lambda: None, lambda *_: True, print)
+        print(tracker.current_program().threads)  # the client was there before the hook
         try:
             xla_bridge._init_backend("another")
         except Exception:
-            print(compiling.present().threads)  # a client for other devices changes nothing
+            print(tracker.current_program().threads)  # a client for other devices changes nothing
         clear_backends()
         jax.devices()
-        print(compiling.present().threads)
+        print(tracker.current_program().threads)
         """
     )
     assert printed == ["5 (now 3)", "5 (now 3)", "3"]
@@ -131,7 +131,7 @@ def test_options_of_a_client_are_those_that_jax_gave_before_the_hook(jax_program
         import xla_plugins.xla_cpu_pjrt as plugin
         from jax._src import xla_bridge
         from jaxlib import xla_client
-        from graphstash.hooks.jax.compiling import Compiling
+        from graphstash.hooks.jax.compiling import ProgramTracker
 
         library = plugin.__file__.replace("__init__.py", "xla_cpu_pjrt.so")
         options = lambda: {"mine": 1}
@@ -139,16 +139,16 @@ def test_options_of_a_client_are_those_that_jax_gave_before_the_hook(jax_program
         jax.config.update("jax_platforms", "one")
         jax.config.update("jax_pjrt_client_create_options", "other:text")
         jax.devices()
-        compiling = Compiling(lambda: None, lambda *_: True, print)
-        print(compiling.present().client_options)
+        tracker = ProgramTracker(lambda: None, lambda *_: True, print)
+        print(tracker.current_program().client_options)
         create = xla_client._xla.get_c_api_client
-        print(compiling._options_of(create(platform_name="one", options={"mine": 2})))
-        compiling.close()
+        print(tracker._options_of(create(platform_name="one", options={"mine": 2})))
+        tracker.close()
         xla_bridge._backend_factories["one"].factory = lambda: None
         for _ in range(2):
-            compiling = Compiling(lambda: None, lambda *_: True, print)
-            print(compiling.present().unshareable)
-            compiling.close()
+            tracker = ProgramTracker(lambda: None, lambda *_: True, print)
+            print(tracker.current_program().unshareable)
+            tracker.close()
             xla_bridge._backend_factories.pop("one", None)
         """
     )

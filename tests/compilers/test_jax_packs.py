@@ -34,7 +34,7 @@ LOOKS = """
         return looks[-1]
 
     compiling.is_small = look
-    compiling.Compiling(lambda: None, lambda *_: True, print)
+    compiling.ProgramTracker(lambda: None, lambda *_: True, print)
     x = numpy.ones((4, 4), numpy.float32)
 
     def loop(x):

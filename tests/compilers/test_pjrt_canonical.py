@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphstash.hooks.pjrt.canonical import canonical
+from graphstash.hooks.pjrt.canonical import canonicalize
 from graphstash.hooks.pjrt.fingerprint import digest_of
 
 
@@ -61,20 +61,20 @@ def permuted(draw):
 @given(permuted())
 def test_the_order_of_map_entries_does_not_matter(messages):
     one, other = messages
-    assert canonical(one) == canonical(other)
+    assert canonicalize(one) == canonicalize(other)
 
 
 @given(tables, tables)
 def test_different_contents_stay_different(one, other):
-    written = [canonical(text(3, mapping(216, table.items()))) for table in (one, other)]
+    written = [canonicalize(text(3, mapping(216, table.items()))) for table in (one, other)]
     assert (written[0] == written[1]) == (one == other)
 
 
 @given(st.binary(max_size=200))
 def test_canonical_form_of_any_bytes_keeps_the_length_and_is_idempotent(message):
-    once = canonical(message)
+    once = canonicalize(message)
     assert sorted(once) == sorted(message)
-    assert canonical(once) == once
+    assert canonicalize(once) == once
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_canonical_form_of_any_bytes_keeps_the_length_and_is_idempotent(message)
     ],
 )
 def test_bytes_that_are_no_message_are_returned_unchanged(garbage):
-    assert canonical(garbage) == garbage
+    assert canonicalize(garbage) == garbage
 
 
 @pytest.mark.parametrize(
@@ -103,8 +103,8 @@ def test_bytes_that_are_no_message_are_returned_unchanged(garbage):
 )
 def test_sequences_whose_order_may_matter_keep_it(sequence):
     message = b"".join(text(4, element) for element in sequence)
-    assert canonical(message) == message
-    assert canonical(message) != canonical(b"".join(text(4, each) for each in sequence[::-1]))
+    assert canonicalize(message) == message
+    assert canonicalize(message) != canonicalize(b"".join(text(4, each) for each in sequence[::-1]))
 
 
 # Serialized by JAX 0.11.2 for one NVIDIA H100, in two processes.

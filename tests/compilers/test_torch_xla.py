@@ -151,15 +151,15 @@ CHANGED = """
     import graphstash
     from graphstash.hooks.torch_xla.hint import HintMode
 
-    guarded = HintMode._guarded
+    run_safely = HintMode._run_safely
 
     def change_after_the_look_up(mode, work, *arguments):
-        answer = guarded(mode, work, *arguments)
+        answer = run_safely(mode, work, *arguments)
         if work.__name__.startswith("_before"):
             CHANGE
         return answer
 
-    HintMode._guarded = change_after_the_look_up
+    HintMode._run_safely = change_after_the_look_up
     session = graphstash.install()
     os.environ["XLA_MINE"] = "1"
     x = torch.ones(2, device=xm.xla_device())

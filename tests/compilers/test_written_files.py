@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from graphstash import ClientConfig
-from graphstash.hooks.torch_xla.written import WrittenFiles, publish_file
+from graphstash.hooks.torch_xla.written import WrittenFileWatcher, publish_file
 from support.host import Host, key, request
 
 
@@ -39,7 +39,7 @@ def test_only_a_file_that_is_likely_complete_is_published(
 def test_watch_of_a_removed_directory_keeps_no_descriptor(tmp_path):
     directory = tmp_path / "graphs"
     directory.mkdir()
-    written = WrittenFiles(directory, print)
+    written = WrittenFileWatcher(directory, print)
     directory.rmdir()
     written.close()
     assert written._inotify.closed

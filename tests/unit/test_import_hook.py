@@ -97,8 +97,8 @@ def test_early_action_runs_before_the_module_and_cannot_fail_its_import(tmp_path
         """
         import importlib.util
         from graphstash.hooks.import_hook import when_imported
-        when_imported("compiler", lambda: print("installed"), begun=lambda: print("begun"))
-        when_imported("compiler", lambda: print("also"), begun=lambda: 1 / 0)
+        when_imported("compiler", lambda: print("installed"), on_begin=lambda: print("begun"))
+        when_imported("compiler", lambda: print("also"), on_begin=lambda: 1 / 0)
         print(importlib.util.find_spec("compiler") is not None)
         import compiler
         """,

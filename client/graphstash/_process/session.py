@@ -402,7 +402,7 @@ def install(**settings: Any) -> Session | None:
     if session is not None:
         specs = hook_specs().values()
         chosen = [spec for spec in specs if session.config.wants_hook(spec.name)]
-        installing.install_when_needed(chosen, session.add_hook, begun=session.begin_for_hook)
+        installing.install_when_needed(chosen, session.add_hook, on_begin=session.begin_for_hook)
     return session
 
 

@@ -38,7 +38,7 @@ _VERSIONS: Final = re.compile(r"(jax_\w+_plugin|jaxlib\.\w+)\._versions")
 _TOOLS: Final = ("ptxas", "nvlink", "fatbinary")
 _LIBRARIES: Final = ("nvvm/libdevice/*.bc", "amdgcn/bitcode/*.bc", "*.bc")
 _TOOLKITS: Final = ("/usr/local/cuda", "/opt/cuda", "/opt/rocm")
-"""Directories in which XLA looks for a device library if the given ones have none."""
+"""Directories in which XLA looks for a device library if the given folders have none."""
 
 _MAX_SCRIPT_BYTES: Final = 2**16
 _VERSION_SECONDS: Final = 10.0
@@ -47,12 +47,15 @@ _VERSION_SECONDS: Final = 10.0
 @cache
 def gpu_parts() -> dict[str, str]:
     """Return the parts of a key for GPUs. Call it when a client for GPUs exists."""
-    return {"driver": _driver(), "libraries": " ".join(sorted({*_packages(), *_versions()}))}
+    return {
+        "driver": _describe_driver(),
+        "libraries": " ".join(sorted({*_package_versions(), *_library_versions()})),
+    }
 
 
 def libtpu() -> str:
     """Return a sample of the libtpu that this process has loaded, or `none`."""
-    path = next((each for each in _loaded() if each.name == "libtpu.so"), None)
+    path = next((each for each in _loaded_files() if each.name == "libtpu.so"), None)
     return "none" if path is None else _sample(path)
 
 
@@ -63,7 +66,7 @@ def toolkit(folders: Iterable[str]) -> str:
     tools += [Path(found) for tool in _TOOLS if (found := shutil.which(tool))]
     libraries = [*_libraries_in(given)] or [*_libraries_in(map(Path, _TOOLKITS))]
     present = [each for each in (*tools, *libraries) if each.is_file()]
-    return " ".join(f"{each.name}={read_part(partial(_described, each))}" for each in present)
+    return " ".join(f"{each.name}={read_part(partial(_describe_file, each))}" for each in present)
 
 
 def _libraries_in(folders: Iterable[Path]) -> Iterator[Path]:
@@ -72,20 +75,20 @@ def _libraries_in(folders: Iterable[Path]) -> Iterator[Path]:
             yield from sorted(folder.glob(pattern))
 
 
-def _described(path: Path) -> str:
+def _describe_file(path: Path) -> str:
     status = path.stat()
-    return _described_once(path, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
+    return _describe_contents(path, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
 
 
 @lru_cache(maxsize=64)
-def _described_once(path: Path, *_changed: int) -> str:
+def _describe_contents(path: Path, *_changed: int) -> str:
     """Return a sample of a file, and the version of the tool that a script starts."""
     sample = sample_of(path)
     if path.suffix or path.stat().st_size > _MAX_SCRIPT_BYTES:
         return sample
-    ask = [str(path), "--version"]
-    asked = subprocess.run(ask, capture_output=True, timeout=_VERSION_SECONDS, check=False)
-    return f"{sample} {sha256(asked.stdout).hexdigest()}"
+    command = [str(path), "--version"]
+    result = subprocess.run(command, capture_output=True, timeout=_VERSION_SECONDS, check=False)
+    return f"{sample} {sha256(result.stdout).hexdigest()}"
 
 
 @cache
@@ -93,13 +96,13 @@ def _sample(path: Path) -> str:
     return read_part(lambda: sample_of(path))
 
 
-def _driver() -> str:
-    found = (path for path in _loaded() if path.name.partition(".so")[0] in _DRIVERS)
+def _describe_driver() -> str:
+    found = (path for path in _loaded_files() if path.name.partition(".so")[0] in _DRIVERS)
     path = next(found, None)
-    return "none" if path is None else f"{path.name.partition('.so')[0]} {_version(path)}"
+    return "none" if path is None else f"{path.name.partition('.so')[0]} {_driver_version(path)}"
 
 
-def _version(path: Path) -> str:
+def _driver_version(path: Path) -> str:
     version = ctypes.c_int(-1)
 
     def ask() -> int:
@@ -110,14 +113,14 @@ def _version(path: Path) -> str:
     return read_part(ask)
 
 
-def _packages() -> Iterator[str]:
+def _package_versions() -> Iterator[str]:
     for distribution in metadata.distributions():
         name = str(distribution.metadata["Name"]).lower()
         if _PACKAGES.fullmatch(name):
             yield f"{name}={distribution.version}"
 
 
-def _versions() -> Iterator[str]:
+def _library_versions() -> Iterator[str]:
     for name, module in sorted(sys.modules.items()):
         if _VERSIONS.fullmatch(name):
             for function, ask in vars(module).items():
@@ -125,6 +128,6 @@ def _versions() -> Iterator[str]:
                     yield f"{function.removesuffix('_get_version')}:{read_part(ask)}"
 
 
-def _loaded() -> Iterator[Path]:
+def _loaded_files() -> Iterator[Path]:
     """Yield the files that this process has mapped."""
     return map(Path, dict.fromkeys(each.path for each in memory_mappings() if each.path))

@@ -101,7 +101,7 @@ def environment_parts(environ: Mapping[str, str]) -> dict[str, str]:
             tokens = _DUMP_FLAG.sub("", value).split()
             if all(token.startswith("-") for token in tokens):  # `--flag value` must stay in order
                 # Sort by flag, not by token: the last occurrence of a repeated flag counts.
-                tokens.sort(key=_flag)
+                tokens.sort(key=_flag_name)
             if name in _FLAGS:
                 files += _files_of(tokens)
             if tokens or name not in _FLAGS:  # no flags: like an absent variable
@@ -117,11 +117,11 @@ def environment_parts(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def omitted_flags(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what JAX's key omits of the flags: the contents of files, and the order of repeated
-    flags of libtpu. JAX sorts the flags, but the last value counts.
+    """Return what JAX's key omits: the contents of the files that flags name, and the order of
+    repeated libtpu flags. JAX sorts the flags, but the last value of a repeated flag counts.
     """
     parts = environment_parts({name: environ[name] for name in _FLAGS if name in environ})
-    flags = [*map(_flag, parts.get(_INITIAL_FLAGS, "").split())]
+    flags = [*map(_flag_name, parts.get(_INITIAL_FLAGS, "").split())]
     found = {"flag_files"} | ({_INITIAL_FLAGS} if len(set(flags)) < len(flags) else set())
     return {name: value for name, value in parts.items() if name in found}
 
@@ -275,7 +275,7 @@ def _files_of(tokens: Iterable[str]) -> list[str]:
     ]
 
 
-def _flag(token: str) -> str:
+def _flag_name(token: str) -> str:
     return token.partition("=")[0]
 
 

@@ -24,17 +24,17 @@ def is_imported(module: str) -> bool:
 
 
 def when_imported(
-    module: str, action: Callable[[], None], *, begun: Callable[[], None] | None = None
+    module: str, action: Callable[[], None], *, on_begin: Callable[[], None] | None = None
 ) -> None:
     """Call `action` once after `module` has been executed. Log its exceptions.
 
     Args:
         module: top-level name of a module that is not imported yet, or is being imported.
         action: called without arguments.
-        begun: called before the execution of the module; not if the execution has begun already.
+        on_begin: called before the execution of the module; not if the execution has begun already.
     """
     if not _is_being_imported(module):
-        sys.meta_path.insert(0, _Finder(module, action, begun))
+        sys.meta_path.insert(0, _Finder(module, action, on_begin))
     elif type(spec := sys.modules[module].__spec__) in (ModuleSpec, _ExecutingSpec):
         spec.__class__ = _ExecutingSpec
         spec.__dict__.setdefault("_actions", []).append(action)
@@ -119,11 +119,11 @@ class _Finder:
     """
 
     def __init__(
-        self, module: str, action: Callable[[], None], begun: Callable[[], None] | None
+        self, module: str, action: Callable[[], None], on_begin: Callable[[], None] | None
     ) -> None:
         self._module = module
         self._action = action
-        self._begun = begun
+        self._on_begin = on_begin
         self._is_searching = False
 
     def find_spec(
@@ -140,14 +140,14 @@ class _Finder:
         finally:
             self._is_searching = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader, self._executed, self._begin)  # type: ignore[assignment] # a stand-in
+            spec.loader = _Loader(spec.loader, self._finish, self._begin)  # type: ignore[assignment] # a stand-in
         return spec
 
     def _begin(self) -> None:
-        if self._begun is not None:
-            _run_logged(self._begun)
+        if self._on_begin is not None:
+            _run_logged(self._on_begin)
 
-    def _executed(self) -> None:
+    def _finish(self) -> None:
         with suppress(ValueError):
             sys.meta_path.remove(self)
         _run_logged(self._action)
@@ -156,11 +156,9 @@ class _Finder:
 class _Loader:
     """Wraps the module's loader until the module is executed."""
 
-    def __init__(
-        self, loader: Any, executed: Callable[[], None], begin: Callable[[], None]
-    ) -> None:
+    def __init__(self, loader: Any, finish: Callable[[], None], begin: Callable[[], None]) -> None:
         self._loader = loader
-        self._executed = executed
+        self._finish = finish
         self._begin = begin
 
     def __getattr__(self, name: str) -> Any:
@@ -176,4 +174,4 @@ class _Loader:
             module.__spec__.loader = self._loader
         self._begin()
         self._loader.exec_module(module)
-        self._executed()
+        self._finish()

@@ -36,7 +36,7 @@ def install(name: str, cache: "CompileCache") -> "Hook | None":
     return cast("Hook | None", load(spec.install)(cache))
 
 
-def _call(function: str) -> None:
+def _load_and_call(function: str) -> None:
     from graphstash.hooks.spec import load
 
     load(function)()
@@ -46,17 +46,19 @@ def install_when_needed(
     specs: Iterable["HookSpec"],
     action: Callable[[str], None],
     *,
-    begun: Callable[[str], None] = lambda _: None,
+    on_begin: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Call `action(hook name)` for each compiler: now if it is imported, otherwise on its import.
 
-    `begun(hook name)` is called when such an import begins.
+    `on_begin(hook name)` is called when such an import begins.
     """
     for spec in specs:
         for module, observe in spec.observers:
-            after_import(module, partial(_call, observe))
+            after_import(module, partial(_load_and_call, observe))
         if any(map(is_imported, spec.modules)):
             action(spec.name)
         else:
             for module in spec.modules:
-                when_imported(module, partial(action, spec.name), begun=partial(begun, spec.name))
+                when_imported(
+                    module, partial(action, spec.name), on_begin=partial(on_begin, spec.name)
+                )

@@ -67,11 +67,11 @@ def main_thread_line() -> str:
 
 @cache
 def _is_library(filename: str) -> bool:
-    return filename.startswith(_places())
+    return filename.startswith(_library_prefixes())
 
 
 @cache
-def _places() -> tuple[str, ...]:
+def _library_prefixes() -> tuple[str, ...]:
     paths = sysconfig.get_paths()
     own = str(Path(__file__).parents[1])
     names = ("stdlib", "platstdlib", "purelib", "platlib")

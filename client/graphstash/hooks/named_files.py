@@ -58,11 +58,15 @@ def contents_of(name: str) -> str:
         status = os.stat(name := name.removeprefix("file://"))  # noqa: PTH116 - for every option
         path = Path(name)
         if not S_ISDIR(status.st_mode):
-            return _digest(path, status) if S_ISREG(status.st_mode) else ""
+            return _describe_by_digest(path, status) if S_ISREG(status.st_mode) else ""
         files = [(each, _status(each)) for each in sorted(path.iterdir())]
     except (OSError, ValueError):  # most texts name no file, and one may contain a null byte
         return ""
-    describe = _digest if sum(each.st_size for _, each in files) < _MAX_READ_BYTES else _changed_at
+    describe = (
+        _describe_by_digest
+        if sum(each.st_size for _, each in files) < _MAX_READ_BYTES
+        else _describe_by_status
+    )
     lines = [f"{each.name!r} {describe(each, each_status)}" for each, each_status in files]
     return sha256("\n".join(lines).encode()).hexdigest()
 
@@ -102,7 +106,7 @@ def _texts_of(options: bytes) -> tuple[tuple[str, str], ...]:
     return tuple(is_read)
 
 
-def _changed_at(_path: Path, status: stat_result) -> str:
+def _describe_by_status(_path: Path, status: stat_result) -> str:
     return f"{status.st_size} {status.st_mtime_ns}"
 
 
@@ -114,7 +118,7 @@ def _status(path: Path) -> stat_result:
         return path.lstat()
 
 
-def _digest(path: Path, status: stat_result) -> str:
+def _describe_by_digest(path: Path, status: stat_result) -> str:
     if not S_ISREG(status.st_mode):  # reading a pipe would wait for its writer
         return f"{S_IFMT(status.st_mode):o}"
     try:

@@ -51,24 +51,26 @@ class Partitioners:
         }
         for each in getattr(xla_bridge, "_plugin_callbacks", ()):
             if isinstance(each, functools.partial) and each.func in repeated:
-                _add(repeated[each.func], each.args, each.keywords)
+                _add_name(repeated[each.func], each.args, each.keywords)
 
     def observe(self, patches: Patches) -> None:
         """Wrap the functions that register a name."""
         for function, names in ((_BY_ROWS, self._by_rows), (_IN_PYTHON, self._in_python)):
             if hasattr(self._xla_client, function):  # JAX 0.4.31 has only partitioners in Python
-                patches.wrap(self._xla_client, function, functools.partial(_observed, names=names))
+                patches.wrap(
+                    self._xla_client, function, functools.partial(_wrap_register, names=names)
+                )
 
-    def by_rows(self, program: bytes | memoryview) -> str:
+    def names_by_rows(self, program: bytes | memoryview) -> str:
         """Return the sorted names in a program that XLA partitions by rows."""
-        return " ".join(sorted(map(bytes.decode, _named(self._by_rows, program))))
+        return " ".join(sorted(map(bytes.decode, _names_in(self._by_rows, program))))
 
     def is_in_python(self, program: bytes | memoryview) -> bool:
         """Return whether functions in Python partition a custom call of a program."""
-        return bool(_named(self._in_python, program))
+        return bool(_names_in(self._in_python, program))
 
-    def unknown(self, calls: Iterable[str]) -> str:
-        """Return the first custom call of some with a registration that may be unknown, or ""."""
+    def first_unknown(self, calls: Iterable[str]) -> str:
+        """Return the first of some custom calls whose registration may be unknown, or ""."""
         known = self._by_rows | self._in_python
         return next(
             (each for each in calls if each.encode() not in known and not _OF_XLA.fullmatch(each)),
@@ -76,22 +78,22 @@ class Partitioners:
         )
 
 
-def _observed(register: Callable[..., None], *, names: set[bytes]) -> Callable[..., None]:
+def _wrap_register(register: Callable[..., None], *, names: set[bytes]) -> Callable[..., None]:
     @functools.wraps(register)
     def register_and_note(*arguments: Any, **named: Any) -> None:
-        _add(names, arguments, named)
+        _add_name(names, arguments, named)
         register(*arguments, **named)
 
     return register_and_note
 
 
-def _add(names: set[bytes], arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+def _add_name(names: set[bytes], arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
     name = named.get("name", arguments[0] if arguments else "")
     if name:
         names.add(str(name).encode())
 
 
-def _named(names: set[bytes], program: bytes | memoryview) -> list[bytes]:
+def _names_in(names: set[bytes], program: bytes | memoryview) -> list[bytes]:
     known = tuple(names)  # another thread may add a name
     code = bytes(program) if known else b""  # a program may be large
     return [name for name in known if name in code]

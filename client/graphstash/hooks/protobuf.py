@@ -32,25 +32,25 @@ class Field(NamedTuple):
 
 
 class NotAMessageError(Exception):
-    """The bytes are no protobuf message, but text, packed numbers or damaged."""
+    """The bytes are not a protobuf message. They are text, packed numbers, or damaged."""
 
 
 def fields_of(message: bytes) -> list[Field]:
     """Return the fields of a message in order.
 
     Raises:
-        NotAMessageError: The bytes are no message.
+        NotAMessageError: The bytes are not a message.
     """
     fields = []
     at = 0
     while at < len(message):
         start = at
-        tag, at = _varint(message, at)
+        tag, at = _read_varint(message, at)
         number, wire_type = tag >> 3, tag & 7
         if wire_type == _VARINT:
-            _, end = _varint(message, at)
+            _, end = _read_varint(message, at)
         elif wire_type == BYTES:
-            length, at = _varint(message, at)
+            length, at = _read_varint(message, at)
             end = at + length
         elif wire_type in (_FIXED64, _FIXED32):
             end = at + (8 if wire_type == _FIXED64 else 4)
@@ -80,7 +80,7 @@ def texts_in(message: bytes, place: str = "") -> Iterator[tuple[str, str]]:
                     yield from texts_in(field.body, inner)
 
 
-def _varint(message: bytes, at: int) -> tuple[int, int]:
+def _read_varint(message: bytes, at: int) -> tuple[int, int]:
     """Return the number that starts at `at`, and the position after it."""
     value = 0
     for place in range(_MAX_VARINT_BYTES):

@@ -24,20 +24,20 @@ _GROUP: Final = "graphstash.hooks"
 
 def hook_specs() -> Mapping[str, HookSpec]:
     """Return the usable hooks by name. The process reads the registry once."""
-    return _read()[0]
+    return _read_registry()[0]
 
 
 def broken_hooks() -> Mapping[str, str]:
     """Map the name of each hook that cannot be used to the reason."""
-    return _read()[1]
+    return _read_registry()[1]
 
 
 @cache
-def _read() -> tuple[Mapping[str, HookSpec], Mapping[str, str]]:
+def _read_registry() -> tuple[Mapping[str, HookSpec], Mapping[str, str]]:
     specs: dict[str, HookSpec] = {}
     broken: dict[str, str] = {}
     places: dict[str, str] = {}
-    for name, place in _registered(sys.path):
+    for name, place in _find_registrations(sys.path):
         if places.setdefault(name, place) != place:
             broken[f"{name} of {place}"] = f"{places[name]} has registered the name already"
         elif name not in specs:
@@ -63,13 +63,15 @@ def _load(name: str, place: str) -> HookSpec:
     return spec
 
 
-def _registered(path: list[str]) -> list[tuple[str, str]]:
-    """Return name and `module:attribute` of all hooks, those of graphstash first."""
-    found = [each for folder in dict.fromkeys(path) for each in _in_folder(folder or os.curdir)]
+def _find_registrations(path: list[str]) -> list[tuple[str, str]]:
+    """Return the name and `module:attribute` of each hook, graphstash's own hooks first."""
+    found = [
+        each for folder in dict.fromkeys(path) for each in _registrations_in(folder or os.curdir)
+    ]
     return sorted(dict.fromkeys(found), key=lambda each: not each[1].startswith("graphstash."))
 
 
-def _in_folder(folder: str) -> Iterator[tuple[str, str]]:
+def _registrations_in(folder: str) -> Iterator[tuple[str, str]]:
     try:
         names = os.listdir(folder)  # noqa: PTH208 - pathlib is slow to import
     except OSError:
@@ -81,10 +83,10 @@ def _in_folder(folder: str) -> Iterator[tuple[str, str]]:
                     lines = file.read().splitlines()
             except (OSError, ValueError):
                 continue
-            yield from _in_group(lines)
+            yield from _parse_group(lines)
 
 
-def _in_group(lines: list[str]) -> Iterator[tuple[str, str]]:
+def _parse_group(lines: list[str]) -> Iterator[tuple[str, str]]:
     is_in_group = False
     for line in map(str.strip, lines):
         if line.startswith("["):

@@ -92,7 +92,7 @@ class HookSpec(NamedTuple):
             installed.
         runtimes: further distributions whose versions change what is compiled.
         observers: modules, each with a function (without arguments) to call after its import, which
-            may come long before that of `modules`.
+            may come long before the import of `modules`.
         tested: supported versions. None if no installed distribution has the compiler's version.
         requirement: argument of `pip install` that installs a supported version of the compiler.
         settings: settings that the hook reads, in lower case without the prefix `GRAPHSTASH_`.

@@ -34,12 +34,12 @@ jax.jit(lambda x: jax.numpy.sort(x))(jax.numpy.ones(8))
     "pjrt": """
 from pathlib import Path
 
-from graphstash.hooks.pjrt.call import Original
+from graphstash.hooks.pjrt.call import OriginalCall
 
 Path("mine.ptx").write_text("one")
 import jax
 
-compile_program = Original.__call__
+compile_program = OriginalCall.__call__
 
 
 def compile_and_replace(call):
@@ -48,7 +48,7 @@ def compile_and_replace(call):
     return error
 
 
-Original.__call__ = compile_and_replace
+OriginalCall.__call__ = compile_and_replace
 jax.jit(lambda x: x / 3, compiler_options={"xla_gpu_ptx_file": "mine.ptx"})(jax.numpy.ones(8))
 """,
     "torch_xla": """

@@ -35,8 +35,8 @@ def publish_as_a_job(url: str, namespace: str, *, libtpu: str = "") -> None:
     The hook takes the compile-only devices for real ones, and does not pack the small program.
     `libtpu` is another version that the job seems to have.
     """
-    devices = prewarm._devices("tpu", TOPOLOGY)
-    program_of = compiling._program
+    devices = prewarm._topology_devices("tpu", TOPOLOGY)
+    program_of = compiling._make_program
 
     def with_devices(*arguments: Any, **named: Any) -> Any:
         program = program_of(*arguments, **named)
@@ -49,7 +49,7 @@ def publish_as_a_job(url: str, namespace: str, *, libtpu: str = "") -> None:
     job = {"GRAPHSTASH_URL": url, "GRAPHSTASH_NAMESPACE": namespace}
     with (
         patch.dict(os.environ, job),
-        patch.object(compiling, "_program", with_devices),
+        patch.object(compiling, "_make_program", with_devices),
         patch.object(compiling, "is_small", lambda _: False),
         patch("graphstash.hooks.jax.fingerprint.version_of", other_version),
     ):

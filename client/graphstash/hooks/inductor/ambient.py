@@ -160,9 +160,9 @@ def is_changed(module: Any, name: str) -> bool:
 def _omitted_settings() -> Iterator[str]:
     """Yield the settings that a program has changed, and that torch's keys omit.
 
-    The keys omit Inductor's private settings, that of Dynamo which Inductor reads, and how
-    AOTAutograd chooses what to keep for the backward pass (2.15). Functions among their values are
-    described with all others, see `user_code`.
+    The keys omit Inductor's private settings, a setting of Dynamo that Inductor reads, and how
+    AOTAutograd chooses what to keep for the backward pass (2.15). `user_code` describes the
+    settings whose values are functions.
     """
     for module, name in _names_of_omitted():
         if is_changed(module, name):

@@ -62,7 +62,7 @@ def type_of_autocast(definition: CustomOpDef, device: str) -> torch.dtype | None
             probe = _Probe._make_wrapper_subclass(  # type: ignore[attr-defined] # torch
                 _Probe, (1,), dtype=torch.float32, device=device
             )
-            arguments = [_argument(each, probe) for each in types]
+            arguments = [_make_argument(each, probe) for each in types]
             operation.redispatch(torch._C.DispatchKeySet(key), *arguments)
     except _CastError as cast:
         return cast.dtype
@@ -71,10 +71,10 @@ def type_of_autocast(definition: CustomOpDef, device: str) -> torch.dtype | None
     raise UndescribableError(f"the autocast of {operation.name()} casts no tensor")
 
 
-def _argument(kind: Any, probe: torch.Tensor) -> Any:
+def _make_argument(kind: Any, probe: torch.Tensor) -> Any:
     if "Tensor" not in str(kind):
         return [] if kind.kind() == "ListType" else _PLACEHOLDERS[kind.kind()]
     if kind.kind() == "TensorType":
         return probe
-    element = _argument(kind.getElementType(), probe)
+    element = _make_argument(kind.getElementType(), probe)
     return [element] if kind.kind() == "ListType" else element

@@ -24,7 +24,7 @@ from graphstash.hooks.inductor.kernels import operations_of_program
 from graphstash.hooks.inductor.origins import is_torchs_namespace
 from graphstash.hooks.inductor.registries import is_torchs_operator, tables
 
-__all__ = ["Describer", "constant"]
+__all__ = ["Describer", "describe_constant"]
 
 _RARE: Final = torch.ops.aten._thnn_fused_gru_cell_backward
 """An operation on which programs set no attributes."""
@@ -148,15 +148,15 @@ class Describer(CodeDescriber):
         """Describe a value of torch, and record operations. See `CodeDescriber.special`."""
         match value:
             case OpOverload() | OpOverloadPacket():
-                return self._operation(value)
+                return self._describe_operation(value)
             case CustomOpDef():
-                return self._operation(value._opoverload)
+                return self._describe_operation(value._opoverload)
             case HigherOrderOperator():
-                return self._operator(value)
+                return self._describe_operator(value)
             case torch.dtype() | torch.layout() | torch.memory_format() | torch.device():
                 return repr(value)
             case torch.Tensor():
-                return f"{constant(value)} {self._state_of(value)}"
+                return f"{describe_constant(value)} {self._state_of(value)}"
         return self._special_code(value)
 
     def _state_of(self, tensor: torch.Tensor) -> str:
@@ -174,7 +174,7 @@ class Describer(CodeDescriber):
             for module in (config, functorch_config):  # keys contain the settings
                 if value.__self__ is module:
                     return f"method {module.__name__}.{value.__name__}"
-        for label, table in tables():  # `_operation` describes the user's entries
+        for label, table in tables():  # `_describe_operation` describes the user's entries
             if value is table:
                 return label
         if isinstance(value, CustomGraphPass):
@@ -191,7 +191,7 @@ class Describer(CodeDescriber):
         """Return whether a value is `torch.ops` or one of its namespaces."""
         return type(value).__name__ in {"_Ops", "_OpNamespace"}
 
-    def _operator(self, operator: HigherOrderOperator) -> str:
+    def _describe_operator(self, operator: HigherOrderOperator) -> str:
         if not is_torchs_operator(operator):
             self.operations.setdefault(f"operator {operator}", operator)
         return f"operator {operator}"
@@ -200,13 +200,13 @@ class Describer(CodeDescriber):
         """Record the operation that a node of a graph calls. Other targets have no effect."""
         match target:
             case OpOverload() | OpOverloadPacket():
-                name, is_own = self._record(target)
+                name, is_own = self._record_operation(target)
                 if is_own and not _has_unknown_input(node):
                     self.executed.add(name)
             case HigherOrderOperator():
-                self._operator(target)
+                self._describe_operator(target)
 
-    def _record(self, operation: Any) -> tuple[str, bool]:
+    def _record_operation(self, operation: Any) -> tuple[str, bool]:
         """Return the name of an operation, and whether it is the user's."""
         packet = getattr(operation, "overloadpacket", operation)
         name = str(packet._qualified_op_name)
@@ -217,9 +217,9 @@ class Describer(CodeDescriber):
             self.namespaces.add(name.partition("::")[0])
         return name, is_own
 
-    def _operation(self, operation: Any) -> str:
+    def _describe_operation(self, operation: Any) -> str:
         own = _attributes_of_program(operation)
-        name, _ = self._record(operation)
+        name, _ = self._record_operation(operation)
         self.executed.add(name)  # its caller runs during the compilation
         overload = getattr(operation, "_overloadname", "")
         return f"operation {name} {overload} {self.describe(own) if own else ''}"
@@ -289,7 +289,7 @@ def _executes_all() -> bool:
     return bool(config.freezing or functorch_config.fake_tensor_propagate_real_tensors)
 
 
-def constant(tensor: torch.Tensor, *, most: int = _MAX_VALUES) -> str:
+def describe_constant(tensor: torch.Tensor, *, most: int = _MAX_VALUES) -> str:
     """Describe a tensor and its elements. Raise `UndescribableError` if it has more than `most`."""
     if type(tensor) is not torch.Tensor:
         raise UndescribableError(f"a tensor of the class {type(tensor).__qualname__}")

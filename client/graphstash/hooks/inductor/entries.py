@@ -5,7 +5,7 @@ torch's keys, and its values of JSON with a pickle inside, pass through unchange
 * a lease while an FX graph is compiled. An AOTAutograd entry takes no lease: torch puts the entry
   only after it compiled the backward, so a waiter would wait for training steps of another job.
 * variants of an entry. With dynamic shapes, one key has entries with different guards, but torch
-  asks for a single entry. If its guards do not fit, `offering_variants` offers the next one.
+  asks for a single entry. If its guards do not fit, `offer_variants` offers the next one.
 """
 
 import base64
@@ -27,11 +27,11 @@ from graphstash._compile.request import CompileRequest
 from graphstash._compile.two_call import TwoCallCache
 from graphstash.errors import CacheError, Reason
 from graphstash.hooks.inductor.fingerprint import entry_request
-from graphstash.hooks.inductor.key_info import KeyInfo, State, options_of_compilation, present_state
+from graphstash.hooks.inductor.key_info import KeyInfo, State, current_state, options_of_compilation
 from graphstash.hooks.inductor.ranks import ranks
 from graphstash_schema import ArtifactKey, ArtifactKind
 
-__all__ = ["Entries", "offering_variants"]
+__all__ = ["Entries", "offer_variants"]
 
 
 _MAX_VARIANTS: Final = 4
@@ -76,9 +76,9 @@ class Entries:
         self._built_seconds = built_seconds
         self._closed = False
         self._changes_settings = False
-        self.use(cache)
+        self.switch_cache(cache)
 
-    def use(self, cache: CompileCache) -> None:
+    def switch_cache(self, cache: CompileCache) -> None:
         """Switch to a forked child's own cache."""
         self._cache = cache
         self._exchange = TwoCallCache(cache)
@@ -97,7 +97,7 @@ class Entries:
         self._exchange.close()
         traced, self._traced = self._traced, {}
         for request in traced.values():
-            self._guarded(partial(self._cache.note_unshared, request, _NOT_STORED))
+            self._run_safely(partial(self._cache.note_unshared, request, _NOT_STORED))
 
     def backend(self, kind: ArtifactKind) -> RemoteCacheBackend[bytes]:
         """Return the backend of one of torch's remote caches."""
@@ -112,18 +112,18 @@ class Entries:
     def compilation(self) -> Iterator[None]:
         """Enclose the compilation of a graph. The outermost one releases leases without a put."""
         self._thread.compiling += 1
-        self._count(1)
+        self._add_compilations(1)
         try:
             yield
         finally:
             self._thread.compiling -= 1
-            self._count(-1)
+            self._add_compilations(-1)
             if not self._thread.compiling:
-                self._guarded(self._exchange.end)
+                self._run_safely(self._exchange.end)
 
     @contextmanager
     def look_up(self) -> Iterator[_LookUp]:
-        """Enclose one look-up by torch. After `did_not_fit`, `get` asks for the next variant."""
+        """Enclose one look-up by torch. `try_next_variant` makes `get` ask for the next variant."""
         before, self._thread.look_up = self._thread.look_up, _LookUp()
         try:
             yield self._thread.look_up
@@ -132,29 +132,29 @@ class Entries:
 
     def get(self, kind: ArtifactKind, name: str) -> bytes | None:
         """Return the value under torch's key `name`, or None."""
-        return None if self._closed else self._guarded(lambda: self._get(kind, name))
+        return None if self._closed else self._run_safely(lambda: self._get(kind, name))
 
     def put(self, kind: ArtifactKind, name: str, value: bytes) -> None:
         """Publish a value in the background."""
         if not self._closed:
-            self._guarded(lambda: self._put(kind, name, value))
+            self._run_safely(lambda: self._put(kind, name, value))
 
     def check_bypass(self, reason: str) -> None:
         """Apply the compile limit to an FX graph that torch does not cache. May end the job."""
         if (limit := self._cache.limit) is not None:
             request = self._request(ArtifactKind.INDUCTOR, reason, 0)
-            self._guarded(lambda: limit.check(request, Reason.UNSHAREABLE))
+            self._run_safely(lambda: limit.check(request, Reason.UNSHAREABLE))
 
-    def did_not_fit(self, look_up: _LookUp) -> bool:
+    def try_next_variant(self, look_up: _LookUp) -> bool:
         """Record that torch rejected an entry. Return whether to look up the next variant."""
         if look_up.served is None:
             return False
-        self._guarded(lambda: self._check(look_up))
+        self._run_safely(lambda: self._reject_if_damaged(look_up))
         look_up.served = None
         look_up.variant += 1
         return look_up.variant < _MAX_VARIANTS
 
-    def could_not_load(self, look_up: _LookUp, error: Exception) -> bool:
+    def reject_unloadable(self, look_up: _LookUp, error: Exception) -> bool:
         """Reject the entry that torch failed to load. False if torch failed without an entry, or if
         all ranks compile together: a rank that compiled alone would hang.
         """
@@ -162,7 +162,7 @@ class Entries:
         if look_up.served is None or (store is not None and store.compiles_together):
             return False
         key, _ = look_up.served
-        self._guarded(lambda: self._reject(key, error))
+        self._run_safely(lambda: self._reject(key, error))
         return True
 
     def watch(self, graph: Any) -> None:
@@ -172,7 +172,7 @@ class Entries:
         the result, torch would compile it at the first backward pass, with the settings then.
         """
         if not self._thread.compiling:
-            self._guarded(lambda: self._watch(graph))
+            self._run_safely(lambda: self._watch(graph))
 
     def _watch(self, graph: Any) -> None:
         if not graph.fx_kwargs.get("is_backward"):
@@ -188,18 +188,18 @@ class Entries:
             nonlocal loaded
             before, loaded = loaded, None
             if before is not None:
-                self._guarded(lambda: self._compare(before, options))
+                self._run_safely(lambda: self._report_changed_settings(before, options))
             return run(inputs)
 
         graph.current_callable = run_checked
 
-    def _compare(self, loaded: State, options: frozenset[str]) -> None:
-        if not self._closed and not present_state(options).equals(loaded):
+    def _report_changed_settings(self, loaded: State, options: frozenset[str]) -> None:
+        if not self._closed and not current_state(options).equals(loaded):
             self._changes_settings = True
             self._cache.record_fallback(CacheError(Reason.UNSHAREABLE, _CHANGED_SETTINGS))
 
     def _get(self, kind: ArtifactKind, name: str) -> bytes | None:
-        if why := self.key_info.unshared(name):
+        if why := self.key_info.why_unshared(name):
             self._cache.refuse(self._request(kind, name, 0), f"a graph is not shared: {why}")
             return None
         if kind is ArtifactKind.AOT_AUTOGRAD and self._changes_settings:
@@ -230,18 +230,18 @@ class Entries:
         details = partial(self.key_info.details, name)
         return entry_request(kind, name, variant=variant, details=details)
 
-    def _count(self, number: int) -> None:
+    def _add_compilations(self, number: int) -> None:
         with self._lock:
             self._compilations += number
 
     def _put(self, kind: ArtifactKind, name: str, value: bytes) -> None:
         variant = self._free.pop(name, 0)
         request = self._traced.pop(name, None)
-        if self.key_info.unshared(name):
+        if self.key_info.why_unshared(name):
             return
         if kind is ArtifactKind.AOT_AUTOGRAD:  # the entry names its FX graphs by their keys
             entry = base64.b64decode(json.loads(value)["data"]).decode("latin-1")
-            why = self.key_info.unshared(entry)
+            why = self.key_info.why_unshared(entry)
             if not why and not self.key_info.is_of_one_state(entry):
                 why = "settings changed between its forward and its backward"
             if why:
@@ -253,14 +253,14 @@ class Entries:
         self._exchange.put(
             self._request(kind, name, variant),
             value,
-            compile_seconds=self._seconds(kind, value),
+            compile_seconds=self._compile_seconds(kind, value),
         )
 
-    def _seconds(self, kind: ArtifactKind, value: bytes) -> float:
-        """Return the seconds to make the value, without those counted for other artifacts.
+    def _compile_seconds(self, kind: ArtifactKind, value: bytes) -> float:
+        """Return the seconds to make the value, without the seconds counted for other artifacts.
 
-        torch's time in an FX graph includes its C++ objects, and its time in an AOTAutograd entry
-        is that of the FX graphs. Only the tracing before their first look-up is the entry's own.
+        The time in an FX graph's entry includes its C++ objects. The time in an AOTAutograd entry
+        is the time of its FX graphs, so count only the tracing before their first look-up.
         """
         if kind is ArtifactKind.AOT_AUTOGRAD:
             return self._thread.traced_seconds
@@ -274,7 +274,7 @@ class Entries:
             if isinstance(result, dict)
         )
 
-    def _check(self, look_up: _LookUp) -> None:
+    def _reject_if_damaged(self, look_up: _LookUp) -> None:
         """Reject a damaged entry. A sound one only failed its guards."""
         if look_up.served is None:
             return
@@ -287,7 +287,7 @@ class Entries:
     def _reject(self, key: ArtifactKey, error: Exception) -> None:
         self._exchange.reject(key, f"torch could not load {key}: {error!r}")
 
-    def _guarded(self, work: Callable[[], _T]) -> _T | None:
+    def _run_safely(self, work: Callable[[], _T]) -> _T | None:
         """Run `work` and record its exception: none reaches a compilation."""
         try:
             return work()
@@ -309,18 +309,18 @@ class _Backend(RemoteCacheBackend[bytes]):
         self._entries.put(self._kind, key, data)
 
 
-def offering_variants(
+def offer_variants(
     original: Callable[..., Any],
     entries: Entries,
     *,
     is_miss: Callable[[Any], bool],
-    miss: Callable[[], Any],
-    found: Callable[[Any], None] = lambda _: None,
+    make_miss: Callable[[], Any],
+    on_hit: Callable[[Any], None] = lambda _: None,
 ) -> Callable[..., Any]:
     """Wrap a look-up of torch: repeat it while torch rejects the offered variant.
 
     torch evaluates guards on hints, not symbols, so a rejected entry leaves no trace. If torch
-    fails to load an entry, `miss` returns what makes torch compile instead.
+    fails to load an entry, `make_miss` returns the miss that makes torch compile.
     """
 
     def look_up(*args: Any, **kwargs: Any) -> Any:
@@ -331,13 +331,13 @@ def offering_variants(
                 except (BypassFxGraphCache, BypassAOTAutogradCache):  # torch compiles
                     raise
                 except Exception as error:
-                    if not entries.could_not_load(current, error):
+                    if not entries.reject_unloadable(current, error):
                         raise
-                    return miss()
+                    return make_miss()
                 if not is_miss(result):
-                    found(result)
+                    on_hit(result)
                     return result
-                if not entries.did_not_fit(current):
+                if not entries.try_next_variant(current):
                     return result
 
     return look_up

@@ -120,7 +120,7 @@ def request_of(
 
 def host_parts() -> Mapping[str, str]:
     """Return the parts for all compilations on this host. Only the compiler may change."""
-    return {**_fixed_parts(), "compiler": read_part(_compiler)}
+    return {**_fixed_parts(), "compiler": read_part(_describe_compiler)}
 
 
 @cache
@@ -128,7 +128,7 @@ def _fixed_parts() -> Mapping[str, str]:
     return {
         "torch": torch.__version__,
         "torch_git": read_part(lambda: torch.version.git_version),
-        "torch_build": read_part(_build),
+        "torch_build": read_part(_build_digest),
         "python": f"{sys.implementation.cache_tag} {sysconfig.get_config_var('SOABI')}",
         "libc": libc(),
         "cpu_features": read_part(lambda: " ".join(cpu_features())),
@@ -136,7 +136,7 @@ def _fixed_parts() -> Mapping[str, str]:
     }
 
 
-def _build() -> str:
+def _build_digest() -> str:
     """Return a digest of how torch was built. Two builds of one release differ, for example, in the
     library for matrix products, and trace a function into other operations.
     """
@@ -145,7 +145,7 @@ def _build() -> str:
     return sha256("\n".join(fixed).encode()).hexdigest()
 
 
-def _compiler() -> str:
+def _describe_compiler() -> str:
     """Return the version of the C++ compiler, and the digest of its binary or script.
 
     `g++` and `/usr/bin/g++` share artifacts. For a script, include the environment variables that
@@ -153,22 +153,23 @@ def _compiler() -> str:
     """
     path = shutil.which(compiler := get_cpp_compiler())
     if path is None:
-        return _version(compiler, "", 0)
+        return _compiler_version(compiler, "", 0)
     changed_ns = Path(path).stat().st_mtime_ns
-    version, names = _version(compiler, path, changed_ns), _named_in(path, changed_ns)
+    version = _compiler_version(compiler, path, changed_ns)
+    names = _words_of_script(path, changed_ns)
     variables = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
     return " ".join([version, *variables])
 
 
 @cache
-def _version(compiler: str, path: str, _changed_ns: int) -> str:
+def _compiler_version(compiler: str, path: str, _changed_ns: int) -> str:
     digest = sha256(Path(path).read_bytes()).hexdigest() if path else ""
     version = get_compiler_version_info(compiler).replace(f"COLLECT_GCC={compiler}", "COLLECT_GCC")
     return f"{version} {digest}"
 
 
 @cache
-def _named_in(script: str, _changed_ns: int) -> tuple[str, ...]:
+def _words_of_script(script: str, _changed_ns: int) -> tuple[str, ...]:
     """Return the words of a script that can name variables. Empty for a binary."""
     with Path(script).open("rb") as file:
         if file.read(2) != b"#!":
@@ -203,11 +204,11 @@ def _fixed_accelerator_parts() -> Mapping[str, str]:
         "device": read_part(_device_kinds),
         "cuda": read_part(lambda: torch.version.cuda),
         "hip": read_part(lambda: torch.version.hip),
-        "driver": read_part(_driver),
+        "driver": read_part(_driver_version),
     }
 
 
-def _driver() -> Any:
+def _driver_version() -> Any:
     return torch._C._cuda_getDriverVersion()  # type: ignore[attr-defined] # builds with CUDA
 
 
@@ -244,9 +245,9 @@ def _device_kinds() -> str:
     """
     module: Any = torch.get_device_module(accelerator_type())
     found = map(module.get_device_properties, range(module.device_count()))
-    return " + ".join(sorted({_kind(each) for each in found}))
+    return " + ".join(sorted({_describe_device(each) for each in found}))
 
 
-def _kind(properties: Any) -> str:
+def _describe_device(properties: Any) -> str:
     named = ((name, getattr(properties, name, None)) for name in _PROPERTIES)
     return " ".join(f"{name}={value}" for name, value in named if value is not None)

@@ -28,8 +28,8 @@ from torch.utils._triton import has_triton
 
 from graphstash._compile.cache import CompileCache
 from graphstash.hooks.inductor import SPEC
-from graphstash.hooks.inductor.entries import Entries, offering_variants
-from graphstash.hooks.inductor.objects import Objects, late
+from graphstash.hooks.inductor.entries import Entries, offer_variants
+from graphstash.hooks.inductor.objects import Objects, defer_precompilation
 from graphstash.hooks.patching import Patches
 from graphstash_schema import ArtifactKind
 
@@ -70,7 +70,7 @@ class InductorHook:
         with self._patches.all_or_none():
             self._objects = self._patch_builder(cache)
             self._entries = Entries(cache, built_seconds=self._built_seconds)
-            if missing := _missing():
+            if missing := _missing_name():
                 _log.warning(
                     "graphstash: torch %s has no %s; its graphs are not shared",
                     torch.__version__,
@@ -89,9 +89,9 @@ class InductorHook:
 
     def after_fork(self, cache: CompileCache) -> bool:
         """Use the child's own cache. The parent finishes the compilations that it has begun."""
-        self._entries.use(cache)
+        self._entries.switch_cache(cache)
         if self._objects is not None:
-            self._objects.use(cache)
+            self._objects.switch_cache(cache)
         return True
 
     def _patch_builder(self, cache: CompileCache) -> Objects | None:
@@ -109,7 +109,7 @@ class InductorHook:
 
         self._patches.replace(builder, "build", build)
         if hasattr(codecache, "_precompile_header"):
-            header = late(codecache._precompile_header)
+            header = defer_precompilation(codecache._precompile_header)
             self._patches.replace(codecache, "_precompile_header", header)
         return objects
 
@@ -124,20 +124,20 @@ class InductorHook:
             codecache.FxGraphCache,
             "_lookup_graph",
             is_miss=lambda result: result[0] is None,
-            miss=lambda: (None, {}),
-            found=lambda result: self._entries.watch(result[0]),
+            make_miss=lambda: (None, {}),
+            on_hit=lambda result: self._entries.watch(result[0]),
         )
         self._offer_variants(
             autograd_cache.AOTAutogradCache,
             "_lookup",
             is_miss=lambda result: result is None,
-            miss=lambda: None,
+            make_miss=lambda: None,
         )
         for module, name in _KEY_MAKERS:
             if hasattr(module, name):
-                self._patches.wrap(module, name, self._entries.key_info.completing)
+                self._patches.wrap(module, name, self._entries.key_info.wrap_key_maker)
         if hasattr(codecache, "log_cache_bypass"):  # torch's hook for listeners
-            logging = partial(_logging_bypass, self._entries)
+            logging = partial(_wrap_log_bypass, self._entries)
             self._patches.wrap(codecache, "log_cache_bypass", logging)
         original = compile_fx._compile_fx_inner
 
@@ -148,13 +148,13 @@ class InductorHook:
         self._patches.replace(compile_fx, "_compile_fx_inner", compile_fx_inner)
         bundler: Any = getattr(autotune_cache, "AutotuneCacheBundler", None)
         if bundler is not None:
-            begin = _beginning_bundle(bundler, bundler.begin_compile)
+            begin = _wrap_begin_bundle(bundler, bundler.begin_compile)
             self._patches.replace(bundler, "begin_compile", staticmethod(begin))
         _forget_remote_cache()
         self._switch_on()
 
     def _offer_variants(self, owner: Any, name: str, **calls: Callable[..., Any]) -> None:
-        offered = offering_variants(getattr(owner, name), self._entries, **calls)
+        offered = offer_variants(getattr(owner, name), self._entries, **calls)
         self._patches.replace(owner, name, staticmethod(offered))
 
     def _switch_on(self) -> None:
@@ -170,7 +170,7 @@ class InductorHook:
             self._patches.switch_on(config, "bundled_autotune_remote_cache")
 
 
-def _beginning_bundle(bundler: Any, original: Callable[..., None]) -> Callable[..., None]:
+def _wrap_begin_bundle(bundler: Any, original: Callable[..., None]) -> Callable[..., None]:
     """Wrap the function with which torch begins a bundle of autotuning results.
 
     torch ends a bundle when its graph runs. If another graph begins a bundle before that, torch
@@ -199,7 +199,7 @@ def _discard_bundle(bundler: Any) -> bool:
     return True
 
 
-def _logging_bypass(entries: Entries, original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_log_bypass(entries: Entries, original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap torch's listener. Log each reason why torch does not cache a graph once.
 
     torch calls it for an FX graph before it compiles the graph.
@@ -225,7 +225,7 @@ def _forget_remote_cache() -> None:
         get_remote_cache.cache_clear()
 
 
-def _missing() -> str:
+def _missing_name() -> str:
     """Return the first name that the hook needs and this torch lacks, or an empty string."""
     for module, owner, name in _SEAMS:
         if not hasattr(getattr(module, owner, None), name):

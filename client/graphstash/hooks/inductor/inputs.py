@@ -11,15 +11,15 @@ from graphstash.hooks.code import UndescribableError
 from graphstash.hooks.inductor.describer import Describer
 from graphstash.hooks.inductor.target import GPUS
 
-__all__ = ["input_lines", "ranges", "relations"]
+__all__ = ["describe_ranges", "describe_relations", "input_lines"]
 
 
-def relations(inputs: list[Any]) -> Iterator[str]:
+def describe_relations(inputs: list[Any]) -> Iterator[str]:
     """Describe the properties of inputs that AOTAutograd reads and torch's key omits.
 
     If a graph mutates an input that shares memory with another one, AOTAutograd compiles both as
     views of one base, with their offsets. It compiles a mutation of a leaf, which has no history,
-    differently. Kernels for GPUs may load from aligned addresses only, and do not check those of
+    differently. Kernels for GPUs may need aligned addresses, and do not check the addresses of
     parameters.
     """
     storages: dict[int, list[int]] = {}
@@ -49,7 +49,7 @@ def _base(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor._base is None else tensor._base
 
 
-def ranges(inputs: list[Any]) -> Iterator[str]:
+def describe_ranges(inputs: list[Any]) -> Iterator[str]:
     """Describe the ranges of dynamic sizes, in the order of the inputs.
 
     An executable is right only within its range, and its guards contain the range.
@@ -71,7 +71,7 @@ def input_lines(describer: Describer, value: Any) -> Iterator[str]:
     """Describe the classes of an input. Raise `UndescribableError` for one that may hide state."""
     known = (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, torch.Generator)
     if value is not None and not isinstance(value, (*known, int, float, complex, str)):
-        yield _opaque(describer, getattr(value, "real_obj", value))
+        yield _describe_opaque(describer, getattr(value, "real_obj", value))
         return
     if not isinstance(value, torch.Tensor) or describer.is_known(type(value).__module__):
         if hasattr(value, "device_mesh") and not _has_stable_key(value):
@@ -85,7 +85,7 @@ def input_lines(describer: Describer, value: Any) -> Iterator[str]:
         yield from input_lines(describer, getattr(value, name))
 
 
-def _opaque(describer: Describer, value: Any) -> str:
+def _describe_opaque(describer: Describer, value: Any) -> str:
     """Describe an opaque object that a graph gets as an input, which fake kernels may read.
 
     Since torch 2.11, a graph may get a constant object. Objects that may change are refused.

@@ -22,8 +22,8 @@ from torch._library import custom_ops, simple_registry
 from torch._library.custom_ops import CustomOpDef
 
 from graphstash.hooks.code import UndescribableError
-from graphstash.hooks.inductor.origins import is_torchs_namespace, name_once, remembered
-from graphstash.hooks.inductor.versions import HAS_VERSIONS, Reading, Versions
+from graphstash.hooks.inductor.origins import foreign_functions, is_torchs_namespace, name_once
+from graphstash.hooks.inductor.versions import HAS_VERSIONS, TableCache, Versions
 
 __all__ = [
     "changed_definitions",
@@ -113,29 +113,29 @@ def check_kernels() -> None:
     Raises:
         UndescribableError: such a kernel exists.
     """
-    of_torch, of_program = _libraries()
+    of_torch, of_program = _find_libraries()
     for each in of_torch:
         known = _FAKE_KERNELS.get(id(each), frozenset())
         if len(each._op_impls) != len(known):  # kernels are never removed
-            _check(each._op_impls - _KERNELS_OF_TORCH - known)
+            _check_names(each._op_impls - _KERNELS_OF_TORCH - known)
     operations = operations_of_program()
     for each in of_program:
         if each.ns == "_":
             raise UndescribableError("a program registered a kernel for all operations")
-        _check(
+        _check_names(
             kernel
             for kernel in each._op_impls
-            if _operation(kernel) not in operations and not _is_usual(each, kernel)
+            if _operation_of(kernel) not in operations and not _is_usual(each, kernel)
         )
 
 
-def _check(kernels: Any) -> None:
+def _check_names(kernels: Any) -> None:
     for kernel in sorted(kernels):
         if not kernel.endswith(_OTHER_DEVICES):
             raise UndescribableError(f"a program replaced the kernel {kernel}")
 
 
-def _operation(kernel: str) -> str:
+def _operation_of(kernel: str) -> str:
     """Return the name of a kernel's operation without its overload."""
     return kernel.rpartition("/")[0].replace("/", "::").partition(".")[0]
 
@@ -163,7 +163,7 @@ def _is_usual(holder: Any, kernel: str) -> bool:
 
 def operations_of_program() -> frozenset[str]:
     """Return the operations, without overloads, that a program defined in torch's namespaces."""
-    names = [name for each in _libraries()[1] for name in each._op_defs]
+    names = [name for each in _find_libraries()[1] for name in each._op_defs]
     return frozenset(name.partition(".")[0] for name in names) - _OPERATIONS_OF_TORCH
 
 
@@ -207,16 +207,18 @@ def foreign_rules() -> list[tuple[str, Any]]:
     )
     state = [own, of_entries, of_holders, _versions_of_rules.state(tables)]
     state += chain.from_iterable(lists)
-    return remembered("rules", state, lambda: _rules(entries, own))
+    return foreign_functions("rules", state, lambda: _iterate_rules(entries, own))
 
 
-_known_rules: Final = Reading[list[tuple[str, Any]]]()
-_known_holders: Final = Reading[list[dict[str, Any]]]()
-_known_tables: Final = Reading[tuple[list[dict[Any, Any]], list[Any]]]()
+_known_rules: Final = TableCache[list[tuple[str, Any]]]()
+_known_holders: Final = TableCache[list[dict[str, Any]]]()
+_known_tables: Final = TableCache[tuple[list[dict[Any, Any]], list[Any]]]()
 _versions_of_rules: Final = Versions()
 
 
-def _rules(entries: list[tuple[str, Any]], own: frozenset[str]) -> Iterator[tuple[Any, Any]]:
+def _iterate_rules(
+    entries: list[tuple[str, Any]], own: frozenset[str]
+) -> Iterator[tuple[Any, Any]]:
     for name, entry in entries:
         if is_torchs_namespace(name) and name.partition(".")[0] not in own:
             for kernel in fakes_of(name):
@@ -231,17 +233,17 @@ def fakes_of(name: str) -> list[Any]:
     held = {} if entry is None else vars(entry.fake_impl)
     kernel = held.get("kernel")
     found = [*([] if kernel is None else [kernel]), *(held.get("kernels") or ())]
-    return [_unchecked(each.func) for each in found]
+    return [_unwrap_fake(each.func) for each in found]
 
 
-def _unchecked(function: Any) -> Any:
+def _unwrap_fake(function: Any) -> Any:
     """Return the fake kernel inside torch's wrapper, whose closure changes at the first call."""
     if getattr(function, "__qualname__", "") != "_check_pystubs_once.<locals>.inner":
         return function
     return inspect.getclosurevars(function).nonlocals["func"]
 
 
-_held: Final = Reading[tuple[list[dict[Any, Any]], list[set[str]]]]()
+_held: Final = TableCache[tuple[list[dict[Any, Any]], list[set[str]]]]()
 """The tables and sets of disabled kernels in torch's definitions."""
 
 _versions_of_held: Final = Versions()
@@ -281,7 +283,7 @@ _usual: set[tuple[int, str]] = set()
 """Cache of `_is_usual`: ID of the library, and kernel. Cleared when the finalizers change."""
 
 
-def _libraries() -> tuple[list[Any], list[Any]]:
+def _find_libraries() -> tuple[list[Any], list[Any]]:
     """Return torch's libraries for ATen, and the program's libraries for operations of torch.
 
     torch's global set of kernel names does not show which library has a kernel, so a replaced
@@ -293,11 +295,11 @@ def _libraries() -> tuple[list[Any], list[Any]]:
     # Keep no values of this dictionary: they keep the arguments of their finalizers alive.
     tables, lists = ([finalizers], []) if HAS_VERSIONS else ([], [list(finalizers)])
     found = _known_libraries.of(tables, lambda: _read_libraries(finalizers), lists=lists)[1]
-    return _present(found.of_torch), _present(found.of_program)
+    return _live_libraries(found.of_torch), _live_libraries(found.of_program)
 
 
 class _Libraries(NamedTuple):
-    """The result of `_libraries`, as weak references.
+    """The result of `_find_libraries`, as weak references.
 
     Attributes:
         finalizers: the finalizers that were read. The set keeps them alive, so that Python does not
@@ -311,7 +313,7 @@ class _Libraries(NamedTuple):
 
 _last_libraries = _Libraries(frozenset(), [], [])
 
-_known_libraries: Final = Reading[_Libraries]()
+_known_libraries: Final = TableCache[_Libraries]()
 
 
 def _read_libraries(finalizers: dict[Any, Any]) -> _Libraries:
@@ -338,7 +340,7 @@ def _read_libraries(finalizers: dict[Any, Any]) -> _Libraries:
     return _last_libraries
 
 
-def _present(libraries: list[Any]) -> list[Any]:
+def _live_libraries(libraries: list[Any]) -> list[Any]:
     held = [each for ref in libraries if (each := ref()) is not None]
     return [each for each in held if each.m is not None]  # None: the library was destroyed
 

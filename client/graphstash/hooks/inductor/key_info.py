@@ -33,7 +33,7 @@ from graphstash.hooks.inductor.ranks import setting_with_rank
 from graphstash.hooks.inductor.target import GPUS, cpu_target
 from graphstash.hooks.inductor.user_code import registrations, user_code_of
 
-__all__ = ["GPU_SUFFIX", "KeyInfo", "State", "options_of_compilation", "present_state"]
+__all__ = ["GPU_SUFFIX", "KeyInfo", "State", "current_state", "options_of_compilation"]
 
 GPU_SUFFIX: Final = "_gpu"
 """Suffix of the key of a graph whose tensors are all on GPUs (`_is_on_gpu`). If an entry's name has
@@ -68,8 +68,8 @@ _READ: Final = frozenset(
 """Environment variables that affect generated code and hold no secret. `KeyInfo.details` does not
 publish others, such as the address of a Redis server with its password."""
 _READ_LATE: Final = re.compile(r"_get_(?!\w*sdp)|setting\.")
-"""Switches and settings that Inductor reads. AOTAutograd has applied the others, such as those of
-attention."""
+"""Switches and settings that Inductor reads. Others, such as the switches of attention, have had
+their effect in AOTAutograd."""
 _MAX_VALUE: Final = 200
 _MAX_KEYS: Final = 64
 
@@ -95,12 +95,12 @@ class State(NamedTuple):
         return is_same and self.registered == other.registered
 
 
-def present_state(without: Collection[str] = ()) -> State:
+def current_state(without: Collection[str] = ()) -> State:
     """Return the state in which this thread would compile an FX graph now.
 
     `without`: names of Inductor's settings to ignore.
     """
-    return _state(ambient_state(), registrations().lines, without)
+    return _make_state(ambient_state(), registrations().lines, without)
 
 
 def options_of_compilation() -> frozenset[str]:
@@ -129,39 +129,41 @@ class KeyInfo:
         self._lines: OrderedDict[str, list[str]] = OrderedDict()  # what each key hashes
         self._unshared: OrderedDict[str, str] = OrderedDict()  # why keys are not shared
         self._states: OrderedDict[str, State] = OrderedDict()  # of FX graphs
-        self._thread = _Thread()
+        self._thread = _ThreadState()
 
-    def completing(self, make_key: Callable[..., tuple[str, list[str]]]) -> Callable[..., Any]:
+    def wrap_key_maker(self, make_key: Callable[..., tuple[str, list[str]]]) -> Callable[..., Any]:
         """Wrap a function of torch that makes keys."""
 
         @wraps(make_key)
-        def completed(graph: Any, inputs: Any, *args: Any, **kwargs: Any) -> tuple[str, list[str]]:
+        def make_completed_key(
+            graph: Any, inputs: Any, *args: Any, **kwargs: Any
+        ) -> tuple[str, list[str]]:
             self._thread.latest = None
             key, lines = make_key(graph, inputs, *map(_without_random_name, args), **kwargs)
             try:
-                found = _completed(key, getattr(graph, "gm", graph), inputs, *args[:1])
+                found = _complete_key(key, getattr(graph, "gm", graph), inputs, *args[:1])
                 key = found.key
                 self._remember(self._lines, key, [*lines, *found.lines])
                 if found.is_compiled:
-                    self._remember(self._states, key, _state(found.ambient, found.registered))
+                    self._remember(self._states, key, _make_state(found.ambient, found.registered))
                 self._thread.latest = (found.ambient, found.registered)
             except Exception as error:  # noqa: BLE001 - the hook's outermost frame
                 # torch's caches on this host still use torch's key. The hook does not share it.
                 self._remember(self._unshared, key, str(error) or repr(error))
             return key, lines
 
-        return completed
+        return make_completed_key
 
     def state_of_key(self, without: Collection[str] = ()) -> State:
-        """Return the state in which this thread made its latest key, see `present_state`.
+        """Return the state in which this thread made its latest key, see `current_state`.
 
         While torch looks up an entry by this key, no program's code can change the state.
         """
         if self._thread.latest is None:
-            return present_state(without)
-        return _state(*self._thread.latest, without)
+            return current_state(without)
+        return _make_state(*self._thread.latest, without)
 
-    def unshared(self, name: str) -> str:
+    def why_unshared(self, name: str) -> str:
         """Return why the entry with this name is not shared, or an empty string."""
         with self._lock:
             return next((why for key, why in self._unshared.items() if key in name), "")
@@ -199,8 +201,8 @@ class KeyInfo:
             if what == "gm":
                 details |= {"program": digest, **_contents_of_graph(value)}
             elif what == "example_inputs":
-                layout += _layout(len(inputs), value)
-                inputs.append(_input(value))
+                layout += _describe_layout(len(inputs), value)
+                inputs.append(_describe_input(value))
             elif what != "inductor_config" or not _is_default(index):
                 label = what if index is None else f"{what}.{index}"
                 settings.append(f"{label}={_ADDRESS.sub('', value)[:_MAX_VALUE]}")
@@ -215,7 +217,7 @@ class KeyInfo:
         return details | _variables(os.environ)
 
 
-class _Completed(NamedTuple):
+class _CompletedKey(NamedTuple):
     """A completed key.
 
     Attributes:
@@ -231,13 +233,13 @@ class _Completed(NamedTuple):
     registered: list[str]
 
 
-class _Thread(threading.local):
+class _ThreadState(threading.local):
     """State of one thread: the switches and registrations in its latest key, if it has any."""
 
     latest: tuple[str, list[str]] | None = None
 
 
-def _completed(key: str, graph: Any, inputs: Any, settings: Any = None) -> _Completed:
+def _complete_key(key: str, graph: Any, inputs: Any, settings: Any = None) -> _CompletedKey:
     """Return the completed key. `settings` are torch's.
 
     Raises:
@@ -258,7 +260,7 @@ def _completed(key: str, graph: Any, inputs: Any, settings: Any = None) -> _Comp
     switches = (line.partition("=") for line in ambient.splitlines())
     lines += [f"[switch] ambient[{name}]: {state}" for name, _, state in switches]
     whole = f"{key[0]}{digest}{suffix}"
-    return _Completed(whole, lines, of_autograd is None, ambient, registered.lines)
+    return _CompletedKey(whole, lines, of_autograd is None, ambient, registered.lines)
 
 
 def _without_random_name(settings: Any) -> Any:
@@ -272,14 +274,14 @@ def _without_random_name(settings: Any) -> Any:
     return replace(settings, precompile_backend_id="any")
 
 
-def _state(ambient: str, registered: list[str], without: Collection[str] = ()) -> State:
-    late = _late(ambient, tuple(registered), frozenset(without))
+def _make_state(ambient: str, registered: list[str], without: Collection[str] = ()) -> State:
+    late = _digest_late_state(ambient, tuple(registered), frozenset(without))
     thread = threading.get_ident() if hasattr(config, "_hash_dirty_var") else 0
-    return State(thread, _settings(without), late)
+    return State(thread, _hash_settings(without), late)
 
 
 @lru_cache(maxsize=4)
-def _late(ambient: str, registered: tuple[str, ...], without: frozenset[str]) -> str:
+def _digest_late_state(ambient: str, registered: tuple[str, ...], without: frozenset[str]) -> str:
     """Return the digest of registrations, and of the switches that Inductor reads."""
     ignored = {f"setting.{name}" for name in without}
     switches = [
@@ -290,7 +292,7 @@ def _late(ambient: str, registered: tuple[str, ...], without: frozenset[str]) ->
     return sha256(repr((switches, registered)).encode()).hexdigest()
 
 
-def _settings(without: Collection[str]) -> bytes:
+def _hash_settings(without: Collection[str]) -> bytes:
     """Return a hash of Inductor's settings, like torch's, apart from some of them."""
     if not without:
         return config.get_hash()
@@ -315,13 +317,13 @@ def _is_on_gpu(graph: Any, inputs: Any) -> bool:
     return all(each.device.type in GPUS for each in tensors)
 
 
-def _input(value: str) -> str:
+def _describe_input(value: str) -> str:
     """Return a tensor's type and shape, e.g. `float32[8, 4]`, or torch's text of another input."""
     found = _TENSOR.search(value)
     return f"{found[1]}[{found[2]}]" if found else value[:_MAX_VALUE]
 
 
-def _layout(number: int, value: str) -> list[str]:
+def _describe_layout(number: int, value: str) -> list[str]:
     """Return what is unusual about an input: its strides, and whether it requires a gradient."""
     layout = []
     if (found := _STRIDES.search(value)) and not _is_contiguous(found[1], found[2]):

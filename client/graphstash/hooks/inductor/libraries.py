@@ -52,7 +52,7 @@ class Library:
     def registers_in(self, namespace: str) -> bool:
         """Return whether the library may register operations or kernels in a namespace.
 
-        Linkers store a text that ends another text only as the end of the other one.
+        A linker merges a string into a longer one that ends with it, so only the end is checked.
         """
         return self._registers and self._contains(f"{namespace}\0".encode())
 
@@ -73,14 +73,16 @@ def libraries() -> list[Library]:
         UndescribableError: the file of a library that registers operations was replaced or deleted
             before its first reading.
     """
-    if lost := next((path for path, registers in _lost(_count()).items() if registers), ""):
+    if lost := next(
+        (path for path, registers in _replaced_libraries(_count()).items() if registers), ""
+    ):
         raise UndescribableError(f"{lost} was replaced or deleted after a program had loaded it")
     return _libraries(_count())
 
 
 @lru_cache(maxsize=1)
 def _libraries(count: tuple[int, int]) -> list[Library]:
-    found = (_library(path, *_version(path)) for path in _loaded(count))
+    found = (_read_library(path, *_mtime_and_size(path)) for path in _loaded_paths(count))
     return [each for each in found if each is not None]
 
 
@@ -90,8 +92,8 @@ def needed_by(library: Library) -> Iterator[str]:
     Raises:
         UndescribableError: the file of a dependency was replaced or deleted.
     """
-    lost = {Path(path).name for path in _lost(_count())}
-    files = {Path(path).name: path for path in _loaded(_count()) if not _is_of_system(path)}
+    lost = {Path(path).name for path in _replaced_libraries(_count())}
+    files = {Path(path).name: path for path in _loaded_paths(_count()) if not _is_of_system(path)}
     files[library.path.name] = str(library.path)
     names, seen = [library.path.name], set[str]()
     while names:
@@ -101,12 +103,12 @@ def needed_by(library: Library) -> Iterator[str]:
         if name in seen or name not in files:
             continue
         seen.add(name)
-        needed, digest = _needed_and_digest(files[name], *_version(files[name]))
+        needed, digest = _needed_and_digest(files[name], *_mtime_and_size(files[name]))
         names += (Path(each).name for each in needed)
         yield digest
 
 
-class _Loaded(ctypes.Structure):
+class _LibraryInfo(ctypes.Structure):
     """`dl_phdr_info` of <link.h>."""
 
     _fields_ = (
@@ -120,7 +122,7 @@ class _Loaded(ctypes.Structure):
 
 
 _Callback = ctypes.CFUNCTYPE(
-    ctypes.c_int, ctypes.POINTER(_Loaded), ctypes.c_size_t, ctypes.POINTER(ctypes.c_ulonglong)
+    ctypes.c_int, ctypes.POINTER(_LibraryInfo), ctypes.c_size_t, ctypes.POINTER(ctypes.c_ulonglong)
 )
 
 
@@ -142,32 +144,40 @@ _iterate: Final = ctypes.CDLL(None).dl_iterate_phdr
 
 
 @lru_cache(maxsize=1)
-def _loaded(_count: tuple[int, int]) -> list[str]:
+def _loaded_paths(_count: tuple[int, int]) -> list[str]:
     own = f"{Path(torch.__file__).parent}{os.sep}"
-    paths = {each.path for each in _code() if not each.path.endswith(_DELETED)}
-    paths |= {path for each in _code() if (path := each.path.removesuffix(_DELETED)) in _read}
+    paths = {each.path for each in _code_mappings() if not each.path.endswith(_DELETED)}
+    paths |= {
+        path
+        for each in _code_mappings()
+        if (path := each.path.removesuffix(_DELETED)) in _read_paths
+    }
     found = [
         path
         for path in sorted(paths)
         if not path.startswith(own)
         and not (_is_of_system(path) and Path(path).name.startswith(_OF_TORCH))
-        and (path in _read or Path(path).is_file())
+        and (path in _read_paths or Path(path).is_file())
     ]
-    _read.update(found)
+    _read_paths.update(found)
     return found
 
 
-_read: Final = set[str]()
+_read_paths: Final = set[str]()
 """Paths that were read. Caches hold what `Library` reads, so the files may change later."""
 
 
 @lru_cache(maxsize=1)
-def _lost(_count: tuple[int, int]) -> dict[str, bool]:
+def _replaced_libraries(_count: tuple[int, int]) -> dict[str, bool]:
     """Return the loaded libraries that were not read before their files were replaced or deleted,
     each with whether it may register operations.
     """
-    codes = [each.path for each in _code() if each.path.endswith(_DELETED) and ".so" in each.path]
-    lost = {each for each in codes if each.removesuffix(_DELETED) not in _read}
+    codes = [
+        each.path
+        for each in _code_mappings()
+        if each.path.endswith(_DELETED) and ".so" in each.path
+    ]
+    lost = {each for each in codes if each.removesuffix(_DELETED) not in _read_paths}
     held = [each for each in memory_mappings() if each.path in lost and "r" in each.permissions]
     registers = {
         each.path
@@ -177,7 +187,7 @@ def _lost(_count: tuple[int, int]) -> dict[str, bool]:
     return {each.removesuffix(_DELETED): each in registers for each in sorted(lost)}
 
 
-def _code() -> Iterator[MemoryMapping]:
+def _code_mappings() -> Iterator[MemoryMapping]:
     return (e for e in memory_mappings() if e.permissions == "r-xp" and "/" in e.path)
 
 
@@ -186,14 +196,14 @@ def _is_of_system(path: str) -> bool:
 
 
 @lru_cache(maxsize=4096)
-def _version(path: str) -> tuple[int, int]:
+def _mtime_and_size(path: str) -> tuple[int, int]:
     """Return the modification time and size that a loaded file had at the first call."""
     status = Path(path).stat()
     return status.st_mtime_ns, status.st_size
 
 
 @lru_cache(maxsize=4096)
-def _library(path: str, _changed_ns: int, _size: int) -> Library | None:
+def _read_library(path: str, _changed_ns: int, _size: int) -> Library | None:
     needed = needed_libraries(Path(path))
     is_extension = any(name.startswith(_OF_TORCH) for name in needed)
     return Library(Path(path), needed) if is_extension else None
@@ -208,12 +218,12 @@ def needed_libraries(path: Path) -> tuple[str, ...]:
     """Return the names of the libraries that a 64-bit ELF file needs. Empty for other files."""
     try:
         with path.open("rb") as file:
-            return tuple(_needed(file))
+            return tuple(_read_needed(file))
     except (OSError, struct.error, ValueError):
         return ()
 
 
-def _needed(file: Any) -> Iterator[str]:
+def _read_needed(file: Any) -> Iterator[str]:
     head = file.read(64)
     if head[:5] != b"\x7fELF\x02":
         return

@@ -15,14 +15,14 @@ from torch.fx.node import _side_effectful_functions
 from torch.utils._pytree import tree_leaves
 
 from graphstash.hooks.environment import version_of
-from graphstash.hooks.inductor.describer import Describer, constant
+from graphstash.hooks.inductor.describer import Describer, describe_constant
 from graphstash.hooks.inductor.origins import is_torchs
 
 __all__ = ["node_lines", "output_lines"]
 
 _SIDE_EFFECTS_OF_TORCH: Final = frozenset(_side_effectful_functions)
 """Functions that torch kept in graphs although their results are unused, when this module was
-imported. `_target` describes later ones, which are the user's."""
+imported. `_target_lines` describes later ones, which are the user's."""
 
 _KNOWN_TO_TORCH: Final = frozenset({"einops"})
 """Packages whose functions torch's AOTAutograd cache accepts, and identifies by name."""
@@ -36,9 +36,9 @@ def node_lines(
 ) -> Iterator[str]:
     """Describe the code and constants of a node that torch's key omits."""
     if node.op == "call_function":
-        yield from _target(describer, node.target, node)
+        yield from _target_lines(describer, node.target, node)
         if not isinstance(node.target, OpOverload):
-            yield from _arguments(describer, node)
+            yield from _argument_lines(describer, node)
         if "kernel_idx" in node.kwargs:  # a Triton kernel in a table of this process
             numbers: dict[str, Any] = dict(node.kwargs)
             kernel = kernel_side_table.get_kernel(numbers["kernel_idx"])
@@ -51,16 +51,16 @@ def node_lines(
         elif is_traced and is_frozen_param(value):
             # torch's key omits most values of frozen parameters. Inductor writes some of these
             # values into the code, and stores others in the entry, such as packed weights.
-            yield f"frozen {constant(value.detach(), most=value.numel())}"
+            yield f"frozen {describe_constant(value.detach(), most=value.numel())}"
         elif not (is_traced or _is_input(module, value)):
-            yield f"constant {constant(value, most=_MAX_CONSTANT)}"
+            yield f"constant {describe_constant(value, most=_MAX_CONSTANT)}"
     elif node.op == "call_module":
         called = module.get_submodule(str(node.target))
         if not isinstance(called, GraphModule):
-            yield from _module(describer, called)
+            yield from _module_lines(describer, called)
 
 
-def _target(describer: Describer, target: Any, node: Node) -> Iterator[str]:
+def _target_lines(describer: Describer, target: Any, node: Node) -> Iterator[str]:
     """Describe a function that torch's key identifies only by its name."""
     describer.record(target, node)
     if isinstance(target, OpOverload):
@@ -72,7 +72,7 @@ def _target(describer: Describer, target: Any, node: Node) -> Iterator[str]:
         yield f"function {known or describer.registered(target)}"
 
 
-def _arguments(describer: Describer, node: Node) -> Iterator[str]:
+def _argument_lines(describer: Describer, node: Node) -> Iterator[str]:
     """Describe what a higher-order operator gets, such as the operation that it wraps.
 
     Inductor's graphs wrap an operation that changes its arguments in `auto_functionalized_v2`.
@@ -81,7 +81,7 @@ def _arguments(describer: Describer, node: Node) -> Iterator[str]:
     given = [each for each in (*node.args, *node.kwargs.values()) if not isinstance(each, Node)]
     for value in tree_leaves(given) if given else ():
         if isinstance(value, OpOverload | OpOverloadPacket | HigherOrderOperator | FunctionType):
-            yield from _target(describer, value, node)
+            yield from _target_lines(describer, value, node)
         elif callable(value) and not isinstance(value, Node) and not is_torchs(value):
             yield f"argument {describer.registered(value)}"
 
@@ -98,7 +98,7 @@ def _attribute(module: Any, path: str) -> Any:
     return module
 
 
-def _module(describer: Describer, called: torch.nn.Module) -> Iterator[str]:
+def _module_lines(describer: Describer, called: torch.nn.Module) -> Iterator[str]:
     for each in called.modules():
         yield describer.describe(type(each))
         for name, hooks in vars(each).items():

@@ -36,7 +36,7 @@ from graphstash.errors import LocalTierError
 from graphstash.hooks.inductor.fingerprint import host_parts, request_of
 from graphstash_schema import ArtifactKind
 
-__all__ = ["LateHeader", "Objects", "late", "object_parts"]
+__all__ = ["LateHeader", "Objects", "defer_precompilation", "object_parts"]
 
 _log = logging.getLogger("graphstash")
 
@@ -79,7 +79,7 @@ class LateHeader(str):
     prepare: Callable[[], str]
 
 
-def late(original: Callable[..., str]) -> Callable[..., str]:
+def defer_precompilation(original: Callable[..., str]) -> Callable[..., str]:
     """Return a replacement for `codecache._precompile_header` that defers the work."""
 
     def precompile_header(*args: Any, **kwargs: Any) -> str:
@@ -90,7 +90,7 @@ def late(original: Callable[..., str]) -> Callable[..., str]:
     return precompile_header
 
 
-def _build_header_of(builder: Any) -> None:
+def _add_header(builder: Any) -> None:
     """Precompile the header of a builder, and add it to the command. Never raises."""
     header = getattr(builder._build_option, "precompiled_header", None)
     if not isinstance(header, LateHeader):
@@ -123,9 +123,9 @@ class Objects:
         self._original = original
         self._is_awaited = is_awaited
         self.built_seconds = 0.0
-        self.use(cache)
+        self.switch_cache(cache)
 
-    def use(self, cache: CompileCache) -> None:
+    def switch_cache(self, cache: CompileCache) -> None:
         """Switch to the cache of a forked child."""
         self._cache = cache
         self._exchange = TwoCallCache(cache)
@@ -140,7 +140,7 @@ class Objects:
         found = self._find(builder, target)
         if found is True:
             return None
-        _build_header_of(builder)
+        _add_header(builder)
         if not found:
             return self._original(builder)
         started = monotonic()
@@ -185,9 +185,9 @@ class Objects:
 
 def object_parts(command: str, target: Path) -> dict[str, str]:
     """Return the parts of the key for what a g++ command line writes to `target`."""
-    compiler, *words = _words(command)
-    places = _places()
-    described = (_word(word, target, places) for word in words)
+    compiler, *words = _split_command(command)
+    places = _host_directories()
+    described = (_describe_word(word, target, places) for word in words)
     return {
         **host_parts(),
         "command": " ".join([Path(compiler).name, *described]),
@@ -198,12 +198,12 @@ def object_parts(command: str, target: Path) -> dict[str, str]:
     }
 
 
-def _words(command: str) -> list[str]:
+def _split_command(command: str) -> list[str]:
     """Split a command line like `shlex.split`, which is slow, if it has no quotes."""
     return shlex.split(command) if _QUOTES.search(command) else _WORD.findall(command)
 
 
-def _word(word: str, target: Path, places: list[tuple[str, str]]) -> str:
+def _describe_word(word: str, target: Path, places: list[tuple[str, str]]) -> str:
     """Return a word of the command without directories of this host, or the hash of a file."""
     if word == str(target):
         return f"<target>{target.suffix}"
@@ -220,18 +220,18 @@ def _word(word: str, target: Path, places: list[tuple[str, str]]) -> str:
     return word
 
 
-def _places() -> list[tuple[str, str]]:
+def _host_directories() -> list[tuple[str, str]]:
     """Return directories that differ between hosts, with their placeholders, longest first.
 
     Before 2.8, the source code includes a header from Inductor's directory by its absolute path.
     The file name of that header is a hash of its content.
     """
     inductor = dict.fromkeys((default_cache_dir(), cache_dir()), "<cache>")
-    return sorted({**inductor, **_fixed_places()}.items(), key=lambda place: -len(place[0]))
+    return sorted({**inductor, **_fixed_directories()}.items(), key=lambda place: -len(place[0]))
 
 
 @cache
-def _fixed_places() -> Mapping[str, str]:
+def _fixed_directories() -> Mapping[str, str]:
     paths = sysconfig.get_paths()
     return {
         str(Path(torch.__file__).parent): "<torch>",

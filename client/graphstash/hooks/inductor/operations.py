@@ -29,7 +29,7 @@ from graphstash.hooks.inductor.recorded import Kernel, kernels_by_library
 from graphstash.hooks.inductor.registries import OF_USER, kernels_of_operator, tables
 from graphstash.hooks.inductor.tensor_class import members_of_program
 
-__all__ = ["operations"]
+__all__ = ["operation_lines"]
 
 _BACK_REFERENCES: Final = frozenset({"_lib", "_opoverload", "_namespace", "_name"})
 """Attributes of a `CustomOpDef` that lead back to the operation."""
@@ -45,15 +45,17 @@ _DEVICES: Final = frozenset({"CPU", "CUDA", "HPU", "MPS", "MTIA", "PrivateUse1",
 """Dispatch keys of kernels that compute on one kind of device."""
 
 
-def operations(describer: Describer) -> Iterator[str]:
-    """Describe the recorded operations, the code that theirs reads from arguments, and so on."""
+def operation_lines(describer: Describer) -> Iterator[str]:
+    """Describe the recorded operations and, recursively, the code that they read from arguments."""
     described: set[str] = set()
     while True:
         operations = sorted(set(describer.operations) - described)
         read = () if describer.names is None else members_of_program(describer.names)
         members = [(place, value) for place, value in read if place not in described]
         if not operations and not members:
-            kernels = {label: each for label, each in _needed(describer) if label not in described}
+            kernels = {
+                label: each for label, each in _needed_kernels(describer) if label not in described
+            }
             described.update(kernels)
             for label, kernel in kernels.items():
                 text = describer.registered(kernel.function)
@@ -62,7 +64,7 @@ def operations(describer: Describer) -> Iterator[str]:
                 break
         described.update(operations, (place for place, _ in members))
         for name in operations:
-            yield _operation(describer, describer.operations[name], name)
+            yield _describe_operation(describer, describer.operations[name], name)
         for place, value in sorted(members, key=itemgetter(0)):
             try:
                 yield f"{place}={describer.describe(value)}"
@@ -70,7 +72,7 @@ def operations(describer: Describer) -> Iterator[str]:
                 raise UndescribableError(f"{place}: {error}") from error
 
 
-def _needed(describer: Describer) -> Iterator[tuple[str, Kernel]]:
+def _needed_kernels(describer: Describer) -> Iterator[tuple[str, Kernel]]:
     """Yield the kernels on which a compilation depends, of the operations recorded so far."""
     for name, operation in describer.operations.items():
         if isinstance(operation, OpOverloadPacket):
@@ -78,7 +80,7 @@ def _needed(describer: Describer) -> Iterator[tuple[str, Kernel]]:
             yield from _kernels(operation, is_executed=is_executed)
 
 
-def _operation(describer: Describer, packet: Any, name: str) -> str:
+def _describe_operation(describer: Describer, packet: Any, name: str) -> str:
     """Describe all registrations for one of the user's operations."""
     if isinstance(packet, HigherOrderOperator):
         called = describer.describe(type(packet))
@@ -90,13 +92,13 @@ def _operation(describer: Describer, packet: Any, name: str) -> str:
         return "\n".join([name, called, describer.describe(own), *kernels])
     overloads = [getattr(packet, each) for each in packet.overloads()]
     found = [f"operation {name}", *(f"{each._schema} {each.tags}" for each in overloads)]
-    found += [_handling(describer, each) for each in overloads]
+    found += [_describe_handling(describer, each) for each in overloads]
     definition = custom_ops.OPDEFS.get(name)
     if definition is not None:
-        found += _definition(describer, definition)
+        found += _describe_definition(describer, definition)
     for overload in overloads:
         if definition is None:
-            found.append(_fake(describer, overload))
+            found.append(_describe_fake(describer, overload))
         kernels = overload.py_kernels.items()
         found += [f"{key}={describer.registered(kernel)}" for key, kernel in kernels]
     for label, table in tables():
@@ -112,7 +114,7 @@ def _operation(describer: Describer, packet: Any, name: str) -> str:
     return "\n".join(found)
 
 
-def _handling(describer: Describer, operation: OpOverload) -> str:
+def _describe_handling(describer: Describer, operation: OpOverload) -> str:
     """Describe how graph passes and Inductor treat an operation.
 
     When Inductor compiles an operation without a layout constraint, it registers its default. A
@@ -138,7 +140,7 @@ def _usual_constraints(operation: OpOverload) -> Iterator[Any]:
         yield lowering.constrain_to_fx_strides
 
 
-def _definition(describer: Describer, definition: CustomOpDef) -> Iterator[str]:
+def _describe_definition(describer: Describer, definition: CustomOpDef) -> Iterator[str]:
     for name, value in vars(definition).items():
         if name in _BACK_REFERENCES:
             continue
@@ -224,7 +226,7 @@ def _has_fake(operation: OpOverload) -> bool:
     return bool(fakes_of(name) or kernels_by_library(name, "Meta"))
 
 
-def _fake(describer: Describer, operation: OpOverload) -> str:
+def _describe_fake(describer: Describer, operation: OpOverload) -> str:
     described = [describer.registered(each) for each in fakes_of(operation.name())]
     entry = simple_registry.singleton._data.get(operation.name())
     rules = {} if entry is None else vars(entry.torch_dispatch_rules).get("_data", {})

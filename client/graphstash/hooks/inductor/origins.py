@@ -14,11 +14,11 @@ from graphstash.hooks.code import content_of
 
 __all__ = [
     "PACKAGES",
+    "foreign_functions",
     "foreign_in",
     "is_torchs",
     "is_torchs_namespace",
     "name_once",
-    "remembered",
 ]
 
 _OWN: Final = frozenset(
@@ -102,7 +102,7 @@ def _name(value: Any, depth: int = 0) -> str:  # noqa: PLR0911 - a case each
     if kind is OpOverload or (kind not in _FREQUENT and isinstance(value, _OPERATIONS)):
         return f"operation {value}"
     if kind is FunctionType:
-        _check(str(value.__globals__.get("__name__")))
+        _check_module(str(value.__globals__.get("__name__")))
         cells = [_name(content_of(cell), depth + 1) for cell in value.__closure__ or ()]
         return f"function {value.__module__}.{value.__qualname__} {cells}"
     if isinstance(value, partial):
@@ -118,13 +118,13 @@ def _name(value: Any, depth: int = 0) -> str:  # noqa: PLR0911 - a case each
         return f"{type(value).__name__} {[_name(each, depth + 1) for each in items]}"
     if isinstance(value, _NAMED):
         module = value.__name__ if isinstance(value, ModuleType) else value.__module__
-        _check(str(module or "builtins"))
+        _check_module(str(module or "builtins"))
         return f"{module}.{getattr(value, '__qualname__', value.__name__)}"
-    _check("" if isinstance(value, _HOLD_CODE) else type(value).__module__)
+    _check_module("" if isinstance(value, _HOLD_CODE) else type(value).__module__)
     return f"a {type(value).__module__}.{type(value).__qualname__}"
 
 
-def _check(module: str) -> None:
+def _check_module(module: str) -> None:
     root = module.partition(".")[0]
     if root not in PACKAGES:
         raise _ForeignError(module)
@@ -137,7 +137,7 @@ def foreign_in(value: Any, seen: set[int]) -> Iterator[Any]:
     seen.add(id(value))
     if callable(value) and not isinstance(value, torch.nn.Module):
         try:
-            _check(_module_of(value))
+            _check_module(_module_of(value))
         except _ForeignError:
             yield value  # whole: a partial has arguments, a method has an object
             return
@@ -173,13 +173,13 @@ def _module_of(function: Any) -> str:
 _remembered_states: dict[str, tuple[Any, list[tuple[str, Any]]]] = {}
 
 
-def remembered(
+def foreign_functions(
     name: str, state: Any, functions: Callable[[], Iterable[tuple[Any, Any]]]
 ) -> list[tuple[str, Any]]:
-    """Return the functions of programs, each with its label. Cached by name while `state` is equal.
+    """Return the functions that do not belong to torch, each with its label.
 
-    `functions` returns each function with the words of its label. A list is a good state: Python
-    compares lists of the same objects fast.
+    `functions` returns each function with the words of its label. The result is cached by name
+    until `state` changes. A list is a good state: Python compares lists of the same objects fast.
     """
     if name not in _remembered_states or _remembered_states[name][0] != state:
         found = [

@@ -34,22 +34,22 @@ def record() -> None:
     from torch.library import Library  # this module is imported with every torch
 
     if not hasattr(Library.impl, "__wrapped__"):
-        Library.impl = _recording(Library.impl)  # type: ignore[method-assign] # the seam
+        Library.impl = _wrap_impl(Library.impl)  # type: ignore[method-assign] # the seam
 
 
-def _recording(impl: Callable[..., None]) -> Callable[..., None]:
+def _wrap_impl(impl: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.signature(impl)
 
     @functools.wraps(impl)
     def register(*arguments: Any, **named: Any) -> None:
         impl(*arguments, **named)
         with suppress(Exception):  # the hook's outermost frame: the count shows that one is missing
-            _note(**signature.bind(*arguments, **named).arguments)
+            _record_kernel(**signature.bind(*arguments, **named).arguments)
 
     return register
 
 
-def _note(
+def _record_kernel(
     self: Any,
     op_name: Any,
     fn: Any,

@@ -27,14 +27,14 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from graphstash.hooks.code import CodeDescriber, UndescribableError
 from graphstash.hooks.inductor.kernels import check_kernels, foreign_rules
 from graphstash.hooks.inductor.origins import (
+    foreign_functions,
     foreign_in,
     is_torchs,
     is_torchs_namespace,
     name_once,
-    remembered,
 )
 from graphstash.hooks.inductor.tables import changed_table
-from graphstash.hooks.inductor.versions import Reading, Versions
+from graphstash.hooks.inductor.versions import TableCache, Versions
 
 __all__ = [
     "OF_USER",
@@ -80,12 +80,12 @@ def registered_for_torch(describer: CodeDescriber) -> Iterator[str]:
     check_kernels()
     if table := changed_table():
         raise UndescribableError(f"a program changed the table {table}")
-    digest, foreign = _entries()
+    digest, foreign = _table_entries()
     yield digest
     of_user = (*_foreign_kernels(), *_foreign_patterns(), *_foreign_constraints())
     for label, function in (*foreign, *of_user, *_foreign_backends(), *foreign_rules()):
         yield f"{label}={describer.registered(function)}"
-    if (handler := _choices()) is not None:
+    if (handler := _user_choices()) is not None:
         yield f"choices={describer.describe(handler)}"
 
 
@@ -95,17 +95,17 @@ def compilers_of(describer: CodeDescriber, settings: Any) -> Iterator[str]:
     Raises:
         UndescribableError: a function has no description.
     """
-    given = _given(settings)
+    given = _passed_compilers(settings)
     # torch may have copied its table before a program changed an entry: describe the differences.
-    for target, function in _differing(given.get("decompositions") or {}):
+    for target, function in _changed_decompositions(given.get("decompositions") or {}):
         name = describer.registered(function) if _is_foreign(function) else name_once(function)
-        yield f"given {_target(target)}={name}"
+        yield f"given {_target_name(target)}={name}"
     for name in _COMPILERS:
         for each in foreign_in(given.get(name), set()):
             yield f"{name}={describer.registered(each)}"
 
 
-def _differing(table: dict[Any, Any]) -> list[tuple[Any, Any]]:
+def _changed_decompositions(table: dict[Any, Any]) -> list[tuple[Any, Any]]:
     """Return the decompositions in a table that differ from torch's present ones."""
     if table is decompositions:
         return []
@@ -116,14 +116,14 @@ def _differing(table: dict[Any, Any]) -> list[tuple[Any, Any]]:
         # Sort by name: the order of a set of operations differs in each process.
         return [
             (target, function)
-            for target in sorted(targets, key=_target)
+            for target in sorted(targets, key=_target_name)
             if (function := table.get(target)) is not present.get(target)
         ]
 
     return _known_differing.of([table, decompositions, extra_random_decomps], read)[1]
 
 
-_known_differing: Final = Reading[list[tuple[Any, Any]]]()
+_known_differing: Final = TableCache[list[tuple[Any, Any]]]()
 
 
 def is_torchs_operator(operator: HigherOrderOperator) -> bool:
@@ -139,7 +139,7 @@ def kernels_of_operator(operator: HigherOrderOperator) -> list[tuple[Any, Any]]:
     return [pair for each in held for pair in list(each.items())]
 
 
-def _given(settings: Any) -> dict[str, Any]:
+def _passed_compilers(settings: Any) -> dict[str, Any]:
     """Return the compilers passed to AOTAutograd: from its settings, or from this thread's call.
 
     Raises:
@@ -157,12 +157,12 @@ def _given(settings: Any) -> dict[str, Any]:
     return held
 
 
-def _entries() -> tuple[str, list[tuple[str, Any]]]:
+def _table_entries() -> tuple[str, list[tuple[str, Any]]]:
     """Return a digest of torch's functions in the tables, and the other functions."""
     return _known_entries.of([table for _, table in tables()], _read_entries)[1]
 
 
-_known_entries: Final = Reading[tuple[str, list[tuple[str, Any]]]]()
+_known_entries: Final = TableCache[tuple[str, list[tuple[str, Any]]]]()
 
 
 def _read_entries() -> tuple[str, list[tuple[str, Any]]]:
@@ -170,7 +170,7 @@ def _read_entries() -> tuple[str, list[tuple[str, Any]]]:
     foreign: list[tuple[str, Any]] = []
     for label, table in tables():
         for target, function in list(table.items()):
-            if not is_torchs_namespace(_namespace(target)):
+            if not is_torchs_namespace(_namespace_of(target)):
                 continue
             name = None if label == OF_USER else name_once(function)
             if name is None:
@@ -179,12 +179,12 @@ def _read_entries() -> tuple[str, list[tuple[str, Any]]]:
             # Inductor adds these when it first compiles an operation without a lowering. A process
             # that finds its graphs in the cache lacks them.
             if not name.startswith("function torch._inductor.lowering.fallback_handler."):
-                names.append(f"{label} {_target(target)} {name}")
+                names.append(f"{label} {_target_name(target)} {name}")
     digest = sha256("\n".join(sorted(names)).encode()).hexdigest()
     return f"tables {digest}", foreign
 
 
-def _namespace(target: Any) -> str:
+def _namespace_of(target: Any) -> str:
     if isinstance(target, str):
         return target
     if isinstance(target, HigherOrderOperator):
@@ -192,7 +192,7 @@ def _namespace(target: Any) -> str:
     return str(getattr(target, "namespace", "") or getattr(target, "_qualified_op_name", "aten"))
 
 
-def _target(target: Any) -> str:
+def _target_name(target: Any) -> str:
     name = getattr(target, "__name__", "")
     return str(target) if isinstance(target, (OpOverload, OpOverloadPacket, str)) else name
 
@@ -201,19 +201,19 @@ def _is_foreign(function: Any) -> bool:
     return function is not None and not is_torchs(function)
 
 
-def _namespaces() -> list[dict[str, Any]]:
+def _torch_namespaces() -> list[dict[str, Any]]:
     held = vars(torch.ops)
     return _known_namespaces.of(
         [held], lambda: [vars(held[name]) for name in list(held) if is_torchs_namespace(name)]
     )[1]
 
 
-_known_namespaces: Final = Reading[list[dict[str, Any]]]()
+_known_namespaces: Final = TableCache[list[dict[str, Any]]]()
 
 
 def _packets() -> list[dict[str, Any]]:
     """Return the overloads of each torch operation that was used so far."""
-    held = _namespaces()
+    held = _torch_namespaces()
     return _known_packets.of(
         held,
         lambda: [
@@ -225,7 +225,7 @@ def _packets() -> list[dict[str, Any]]:
     )[1]
 
 
-_known_packets: Final = Reading[list[dict[str, Any]]]()
+_known_packets: Final = TableCache[list[dict[str, Any]]]()
 
 
 def _operations() -> tuple[list[OpOverload], list[dict[Any, Any]]]:
@@ -234,7 +234,7 @@ def _operations() -> tuple[list[OpOverload], list[dict[Any, Any]]]:
     return _known_operations.of(packets, lambda: _read_operations(packets))[1]
 
 
-_known_operations: Final = Reading[tuple[list[OpOverload], list[dict[Any, Any]]]]()
+_known_operations: Final = TableCache[tuple[list[OpOverload], list[dict[Any, Any]]]]()
 
 
 def _read_operations(
@@ -252,7 +252,7 @@ def _foreign_kernels() -> list[tuple[str, Any]]:
     """Return the kernels that programs registered for torch's operations with `py_impl`."""
     operations, tables_of_kernels = _operations()
     state = _versions_of_kernels.state(tables_of_kernels)
-    return remembered(
+    return foreign_functions(
         "kernels",
         state,
         lambda: (
@@ -268,7 +268,7 @@ _Passes: TypeAlias = list[tuple[tuple[str, str, Any], PatternMatcherPass]]
 """Inductor's passes, each with its module, its name and its index or key there."""
 
 
-def _passes() -> tuple[object, _Passes]:
+def _find_passes() -> tuple[object, _Passes]:
     """Return the state of torch's modules that hold passes, and the passes."""
     modules = [joint_graph, post_grad, pre_grad]
     held = [vars(each) for each in modules]
@@ -281,8 +281,8 @@ def _passes() -> tuple[object, _Passes]:
     return _known_passes.of(tables, lambda: _read_passes(modules, named), lists=lists)
 
 
-_known_lists: Final = Reading[list[list[Any]]]()
-_known_passes: Final = Reading[_Passes]()
+_known_lists: Final = TableCache[list[list[Any]]]()
+_known_passes: Final = TableCache[_Passes]()
 
 
 def _read_passes(modules: list[ModuleType], named: dict[str, Any]) -> _Passes:
@@ -302,14 +302,14 @@ def _read_passes(modules: list[ModuleType], named: dict[str, Any]) -> _Passes:
 
 def _foreign_patterns() -> list[tuple[str, Any]]:
     """Return the user's functions in the patterns of Inductor's graph passes."""
-    of_passes, passes = _passes()
+    of_passes, passes = _find_passes()
     tables = [each.patterns for _, each in passes]
     of_tables, lists = _known_patterns.of(
         tables, lambda: list(chain.from_iterable(list(each.values()) for each in tables))
     )
     # A program may change a list while its table holds the same list.
     state = [of_passes, of_tables, *map(len, lists), *chain.from_iterable(lists)]
-    return remembered(
+    return foreign_functions(
         "patterns",
         state,
         lambda: (
@@ -322,19 +322,19 @@ def _foreign_patterns() -> list[tuple[str, Any]]:
     )
 
 
-_known_patterns: Final = Reading[list[list[Any]]]()
+_known_patterns: Final = TableCache[list[list[Any]]]()
 
 
 def _foreign_constraints() -> list[tuple[str, Any]]:
     """Return the layout constraints that programs added to torch's own operations."""
     table: dict[Any, Any] = getattr(lowering, "_maybe_layout_constraints", {})
-    return remembered(
+    return foreign_functions(
         "constraints",
         [*table, *table.values()],
         lambda: (
             (("layout", operation), constraint)
             for operation, constraint in list(table.items())
-            if constraint is not None and is_torchs_namespace(_namespace(operation))
+            if constraint is not None and is_torchs_namespace(_namespace_of(operation))
         ),
     )
 
@@ -348,7 +348,7 @@ def _foreign_backends() -> list[tuple[str, Any]]:
         for device, held in list(getattr(common, table, {}).items())
         if held is not None
     ]
-    return remembered(
+    return foreign_functions(
         "backends",
         [entries, others],
         lambda: (
@@ -363,7 +363,7 @@ def _foreign_backends() -> list[tuple[str, Any]]:
     )
 
 
-def _choices() -> Any:
+def _user_choices() -> Any:
     """Return the user's handler of Inductor's choices, or None for torch's handler."""
     handler: Any = V.choices
     return None if type(handler).__module__.partition(".")[0] == "torch" else handler

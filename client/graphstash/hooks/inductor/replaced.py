@@ -59,8 +59,8 @@ _IMPORTED: Final = PACKAGES | {
 functions of torch."""
 
 _TRANSPARENT: Final = frozenset({"tensordict"})
-"""Packages whose replacements treat tensors as torch's functions do, and only their own containers
-in another way. No graph contains these. The description is the package's files."""
+"""Packages whose replacements of torch's functions differ from them only for containers of the
+package, which no graph contains. The key contains a digest of the package's files."""
 
 _SKIPPED: Final = frozenset({"__builtins__", "__loader__", "__spec__"})
 """Names in a module that Python or a test runner assigns."""
@@ -118,23 +118,23 @@ def replaced_in_torch(describer: CodeDescriber) -> Iterator[str]:
     """Describe what a program replaced inside torch's compiler, one line each. Raises
     `UndescribableError` with the place of a replacement that has no description.
     """
-    for place, value in _replaced():
+    for place, value in _find_replaced():
         try:
-            yield f"{place}={_described(describer, value)}"
+            yield f"{place}={_describe(describer, value)}"
         except UndescribableError as error:
             raise UndescribableError(f"a program replaced {place}: {error}") from error
 
 
-def _described(describer: CodeDescriber, value: Any) -> str:
+def _describe(describer: CodeDescriber, value: Any) -> str:
     if value is _ABSENT:
         return "absent"
     if (name := None if _is_foreign(value) else name_once(value)) is not None:
         return name
     if type(value).__module__ == "functools" and hasattr(value, "cache_parameters"):
-        return f"cached {value.cache_parameters()} {_described(describer, value.__wrapped__)}"
+        return f"cached {value.cache_parameters()} {_describe(describer, value.__wrapped__)}"
     if isinstance(value, FunctionType) and _is_transparent(value):
         return f"{value.__module__}.{value.__qualname__} {_digest_of(package_of(value))}"
-    for each in _inside(value):
+    for each in _walk(value):
         module = each.__globals__.get("__name__") if isinstance(each, FunctionType) else None
         if str(module).startswith("torch.") and not _is_in_torch(each, str(module)):
             # A describer would name this function as torch's, without its code.
@@ -178,14 +178,14 @@ def _digest_of(package: str) -> str:
     return digest.hexdigest()
 
 
-def _inside(value: Any, depth: int = 0) -> Iterator[Any]:
+def _walk(value: Any, depth: int = 0) -> Iterator[Any]:
     yield value
     if depth < _MAX_DEPTH:
         for each in _held_by(value):
-            yield from _inside(each, depth + 1)
+            yield from _walk(each, depth + 1)
 
 
-def _replaced() -> list[tuple[str, Any]]:
+def _find_replaced() -> list[tuple[str, Any]]:
     """Return the replaced members, each with its place, sorted by place."""
     global _state  # noqa: PLW0603 - replaced as a whole: no thread sees a part of a new state
     state = _with_new_modules(_state)
@@ -286,7 +286,7 @@ def _with_changes(state: _State) -> _State:
     for number in changed:
         owner, before = state.owners[number], values[number]
         values[number] = now = dict(owner.table)
-        if not (differing := _differing(before, now)):
+        if not (differing := _changed_members(before, now)):
             continue
         kept = [each for each in found.pop(number, ()) if each[0] not in differing]
         if replaced := kept + _replaced_among(differing, owner):
@@ -310,7 +310,7 @@ def _numbers_of_changed(before: bytes, now: bytes) -> Iterator[int]:
 _BLOCK: Final = 8 * 64
 
 
-def _differing(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+def _changed_members(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """Return the members that differ. Omit data: torch changes its counters for each graph."""
     if [*before] == [*now]:
         differ = list(map(is_not, now.values(), before.values()))
@@ -366,7 +366,7 @@ def _is_replaced(before: Any, now: Any) -> bool:
     """Return whether a function of torch was deleted or replaced by another one."""
     if before is now or not isinstance(before, _METHODS):
         return False
-    if not _ADAPTERS.isdisjoint({_root(before), _root(now)}) or _is_foreign(before):
+    if not _ADAPTERS.isdisjoint({_root_package(before), _root_package(now)}) or _is_foreign(before):
         return False
     # When torch first compiles, it disables Dynamo for some of its functions.
     return _without_dynamo(before) is not _without_dynamo(now)
@@ -390,7 +390,7 @@ def _is_foreign(value: Any, depth: int = 0) -> bool:
     if is_function := type(value) is FunctionType:
         is_foreign = _is_function_foreign(value)
     elif isinstance(value, (type, BuiltinFunctionType)):
-        is_foreign = _is_name_foreign(str(value.__module__ or "builtins"))
+        is_foreign = _is_module_foreign(str(value.__module__ or "builtins"))
     elif isinstance(value, _OPERATIONS):
         is_foreign = not is_torchs_namespace(_namespace_of(value))
     elif isinstance(value, _WRAPPERS) or _is_wrapper(value):
@@ -418,7 +418,7 @@ def _namespace_of(operation: Any) -> str:
 def _is_object_foreign(value: Any) -> bool:
     """Return whether an object that wraps no function is a program's callable or descriptor."""
     module = str(type(value).__module__)
-    if not _is_name_foreign(module) and module != "unittest.mock":
+    if not _is_module_foreign(module) and module != "unittest.mock":
         _known_kinds.add(type(value))
         return False
     return callable(value) or hasattr(type(value), "__get__")
@@ -454,7 +454,7 @@ def _is_function_foreign(function: FunctionType) -> bool:
     module = function.__globals__.get("__name__")
     if not isinstance(module, str):
         return not _is_generated_by_torch(function)
-    if _is_name_foreign(module):
+    if _is_module_foreign(module):
         return True
     return module.startswith("torch.") and not _is_in_torch(function, module)
 
@@ -490,12 +490,12 @@ def _is_generated_by_torch(function: FunctionType) -> bool:
 
 
 @cache
-def _is_name_foreign(module: str) -> bool:
+def _is_module_foreign(module: str) -> bool:
     root = module.partition(".")[0]
     return root not in _IMPORTED and not root.startswith("namedtuple_")
 
 
-def _root(value: Any) -> str:
+def _root_package(value: Any) -> str:
     value = getattr(value, "__func__", value)
     if isinstance(value, FunctionType):
         return package_of(value)

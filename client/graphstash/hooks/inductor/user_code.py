@@ -17,11 +17,11 @@ from torch.fx import GraphModule
 
 from graphstash.hooks.inductor.describer import Describer
 from graphstash.hooks.inductor.given import given_to_node, given_to_region
-from graphstash.hooks.inductor.inputs import input_lines, ranges, relations
+from graphstash.hooks.inductor.inputs import describe_ranges, describe_relations, input_lines
 from graphstash.hooks.inductor.kernels import changed_definitions
 from graphstash.hooks.inductor.libraries import libraries, needed_by
 from graphstash.hooks.inductor.nodes import node_lines, output_lines
-from graphstash.hooks.inductor.operations import operations
+from graphstash.hooks.inductor.operations import operation_lines
 from graphstash.hooks.inductor.registries import compilers_of, registered_for_torch
 from graphstash.hooks.inductor.replaced import replaced_in_torch
 
@@ -81,7 +81,7 @@ def user_code_of(
     describer = Describer()
     inputs = list(inputs)
     lines = [line for each in inputs for line in input_lines(describer, each)]
-    lines += ranges(inputs)
+    lines += describe_ranges(inputs)
     for module in graph.modules():
         if isinstance(module, GraphModule):
             lines += given_to_region(describer, module)
@@ -96,11 +96,11 @@ def user_code_of(
     else:
         # torch 2.7 omits which inputs keep their addresses, such as parameters.
         lines.append(f"static {getattr(settings, 'static_input_indices', None)}")
-        lines += [*relations(inputs), *compilers_of(describer, settings)]
+        lines += [*describe_relations(inputs), *compilers_of(describer, settings)]
     for definition in changed_definitions():
         packet = definition._opoverload.overloadpacket
         describer.operations.setdefault(packet._qualified_op_name, packet)
-    lines += operations(describer)
+    lines += operation_lines(describer)
     lines += [
         f"library {digest}"
         for each in libraries()
@@ -121,7 +121,7 @@ def _functions_of_settings(describer: Describer) -> Iterator[str]:
 
 @cache
 def _names_of_functions(module: Any) -> tuple[str, ...]:
-    """Return the names of those of torch's settings that can be functions or objects."""
+    """Return the names of torch's settings that can be functions or objects."""
     return tuple(
         name
         for name, entry in module._config.items()

@@ -16,7 +16,7 @@ from operator import is_
 from types import ModuleType
 from typing import Any, Final, Generic, NamedTuple, TypeVar, cast
 
-__all__ = ["HAS_VERSIONS", "Reading", "Versions", "version_of"]
+__all__ = ["HAS_VERSIONS", "TableCache", "Versions", "version_of"]
 
 _OFFSET: Final = object.__basicsize__ + ctypes.sizeof(ctypes.c_ssize_t)
 
@@ -63,7 +63,7 @@ class Versions:
         return known.number, b"".join(known.versions)
 
 
-class Reading(Generic[_T]):
+class TableCache(Generic[_T]):
     """Keeps a result that was computed from dictionaries and lists until one of them changes.
 
     Thread-safe.

@@ -30,7 +30,7 @@ from graphstash.hooks.partitioners import Partitioners
 from graphstash.hooks.patching import Patches
 from graphstash_schema import ArtifactKey
 
-__all__ = ["Compiling", "Program"]
+__all__ = ["Program", "ProgramTracker"]
 
 _log = logging.getLogger("graphstash")
 
@@ -108,22 +108,22 @@ class Program:
     requests: dict[str, CompileRequest] = field(default_factory=dict)
 
 
-class Compiling:
+class ProgramTracker:
     """Tracks the program that each thread compiles.
 
     Args:
-        ended: Called in a thread whose compiler has returned or failed.
+        on_end: Called in a thread whose compiler has returned or failed.
         wants: Returns whether this process must write the result of a collective program.
         record_fallback: Called with the error that prevented such a write.
     """
 
     def __init__(
         self,
-        ended: Callable[[], None],
+        on_end: Callable[[], None],
         wants: Callable[[str, Program], bool],
         record_fallback: Callable[[Exception], None],
     ) -> None:
-        self._ended = ended
+        self._on_end = on_end
         self._wants = wants
         self._record_fallback = record_fallback
         self._local = threading.local()
@@ -134,9 +134,9 @@ class Compiling:
         self._patches = Patches()
         self._partitioners = Partitioners(xla_client, xla_bridge)
         wrappers = [
-            (xla_bridge, _START_BACKEND, self._wrap_start),
-            (getattr(xla_client, _NATIVE), _CREATE_CLIENT, self._wrap_create),
-            (compiler, _FUNCTION, self._wrap),
+            (xla_bridge, _START_BACKEND, self._wrap_start_backend),
+            (getattr(xla_client, _NATIVE), _CREATE_CLIENT, self._wrap_create_client),
+            (compiler, _FUNCTION, self._wrap_compile),
             (compiler, _WRITE, self._wrap_write),
             (cache_key, _SERIALIZE, self._wrap_serialize),  # 0.4.31 to 0.10.2
         ]
@@ -150,7 +150,7 @@ class Compiling:
         """Remove the wrappers."""
         self._patches.undo()
 
-    def present(self) -> Program:
+    def current_program(self) -> Program:
         """Return the program that this thread compiles. If the hook cannot watch this version of
         JAX, return a program for the default backend.
         """
@@ -158,29 +158,29 @@ class Compiling:
         if program is not None:
             return program
         backend = xla_bridge.get_backend()  # does not start one: a compilation is running
-        program = _program(backend, tuple(backend.local_devices()), (), is_watched=False)
-        self._observe()
+        program = _make_program(backend, tuple(backend.local_devices()), (), is_watched=False)
+        self._record_environment()
         program.threads = self._threads
         self._describe_client(program)
         return program
 
-    def observe(self, program: Program) -> None:
+    def record_environment(self, program: Program) -> None:
         """Record the environment again, for a program whose compilation has ended."""
-        program.environment = self._observe()
+        program.environment = self._record_environment()
 
-    def _wrap_start(self, start_backend: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_start_backend(self, start_backend: Callable[..., Any]) -> Callable[..., Any]:
         """Record the environment first: XLA and libtpu parse their flags when a client starts."""
 
         @functools.wraps(start_backend)
         def init_backend(*arguments: Any, **named: Any) -> Any:
             if "cpu" in (*arguments, *named.values()):
                 self._threads = threads()
-            self._observe()
+            self._record_environment()
             return start_backend(*arguments, **named)
 
         return init_backend
 
-    def _wrap_create(self, create_client: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_create_client(self, create_client: Callable[..., Any]) -> Callable[..., Any]:
         """Record the options of each plug-in's client."""
 
         @functools.wraps(create_client)
@@ -212,7 +212,7 @@ class Compiling:
             self._options[client] = text_of(options)
         return self._options[client]
 
-    def _observe(self) -> dict[str, str]:
+    def _record_environment(self) -> dict[str, str]:
         """Record the state of the environment. Return the key part for earlier states, if any."""
         with self._observing:
             self._environment.observe()
@@ -220,15 +220,15 @@ class Compiling:
             name = "environment_before"
             return {key: value for key, value in self._environment.parts().items() if key == name}
 
-    def _wrap(self, compile_program: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_compile(self, compile_program: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(compile_program)
 
         @functools.wraps(compile_program)
         def compile_or_get_cached(*arguments: Any, **named: Any) -> Any:
             before = getattr(self._local, "program", None)
-            self._local.program = program = _read(signature, arguments, named)
+            self._local.program = program = _program_of_call(signature, arguments, named)
             if program is not None:
-                program.environment = self._observe()
+                program.environment = self._record_environment()
                 program.threads = self._threads
                 self._describe_client(program)
             try:
@@ -237,7 +237,7 @@ class Compiling:
                 self._local.program = before
                 if before is None:  # else an outer compilation still needs what this thread began
                     with suppress(Exception):  # the hook's outermost frame: JAX has its result
-                        self._ended()
+                        self._on_end()
 
         return compile_or_get_cached
 
@@ -255,17 +255,19 @@ class Compiling:
                     if name in serialized:
                         program.unshareable = why
                 if program.placement is not None and program.placement.size > 1:
-                    program.partitioned_by_rows = self._partitioners.by_rows(serialized)
+                    program.partitioned_by_rows = self._partitioners.names_by_rows(serialized)
                     if self._partitioners.is_late and b"custom_call" in serialized:
-                        program.unshareable = program.unshareable or self._unknown(program)
+                        program.unshareable = program.unshareable or self._why_partitioning_unknown(
+                            program
+                        )
             return serialized
 
         return serialize_ir
 
-    def _unknown(self, program: Program) -> str:
+    def _why_partitioning_unknown(self, program: Program) -> str:
         """Return why the key may lack how XLA partitions a program, or an empty string."""
         try:
-            name = self._partitioners.unknown(_custom_calls(program.computation))
+            name = self._partitioners.first_unknown(_find_custom_calls(program.computation))
         except Exception as error:  # noqa: BLE001 - a hook's outermost frame: JAX compiles
             return f"its custom calls cannot be listed ({error!r})"
         return name and (
@@ -299,7 +301,7 @@ class Compiling:
         return cache_write
 
 
-def _custom_calls(module: Any) -> list[str]:
+def _find_custom_calls(module: Any) -> list[str]:
     """Return the names of a module's custom calls."""
     found: list[str] = []
 
@@ -315,12 +317,14 @@ def _custom_calls(module: Any) -> list[str]:
     return sorted(found)
 
 
-def _read(
+def _program_of_call(
     signature: inspect.Signature, arguments: tuple[Any, ...], named: dict[str, Any]
 ) -> Program | None:
     try:
         bound = signature.bind(*arguments, **named).arguments
-        program = _program(bound["backend"], tuple(bound["devices"].flat), bound["host_callbacks"])
+        program = _make_program(
+            bound["backend"], tuple(bound["devices"].flat), bound["host_callbacks"]
+        )
         program.placement = bound["devices"]
         program.computation = bound["computation"]
         program.options = bound.get("compile_options")
@@ -331,7 +335,7 @@ def _read(
     return program
 
 
-def _program(
+def _make_program(
     backend: Any, devices: tuple[Any, ...], host_callbacks: Any, *, is_watched: bool = True
 ) -> Program:
     spans_processes = len({device.process_index for device in devices}) > 1

@@ -28,7 +28,7 @@ from graphstash.hooks.jax.compiling import Program
 from graphstash.hooks.jax.fingerprint import request_of
 from graphstash.hooks.jax.ranks import ranks
 
-__all__ = ["Entries", "Keeper", "compressor", "decompress"]
+__all__ = ["Entries", "EntryStore", "decompress", "make_compressor"]
 
 
 _PGLE_SETTINGS: Final = ("jax_enable_pgle", "jax_compilation_cache_expect_pgle")
@@ -42,7 +42,7 @@ _ZSTD_LEVEL: Final = -50
 """A fast level that hardly compresses: JAX decompresses the entry at once, in this process."""
 
 
-class Keeper(Protocol):
+class EntryStore(Protocol):
     """Answers the calls that `Seam` receives from JAX. `compress` returns an entry for this JAX."""
 
     def get(
@@ -56,7 +56,7 @@ class Keeper(Protocol):
     def wants(self, jax_key: str, program: Program) -> bool:
         """Return whether `put` is useful; False if another process publishes the same result."""
 
-    def ended(self) -> None:
+    def end_compilation(self) -> None:
         """Handle the end of a compilation in this thread, successful or not."""
 
     def record_fallback(self, error: Exception) -> None:
@@ -145,14 +145,14 @@ class Entries:
                 self._exchange.put(request, raw, compile_seconds=seconds)
             return
         # None means the time since the look-up, because JAX rounds its own time to seconds.
-        seconds = None if jax_key in program.missed else _compiled_in_seconds(raw)
+        seconds = None if jax_key in program.missed else _compile_seconds_of(raw)
         self._exchange.put(request, raw, compile_seconds=seconds)
 
     def wants(self, jax_key: str, program: Program) -> bool:
         """Return False if the leader of the job's processes publishes the result."""
         return self._exchange.wants(_request_for(jax_key, program).key)
 
-    def ended(self) -> None:
+    def end_compilation(self) -> None:
         """Release the leases of this thread's programs that JAX did not `put`."""
         self._exchange.end()
 
@@ -165,7 +165,7 @@ class Entries:
         with self._opening:
             if self._packs is None:
                 job = self._cache.config.job or Path(sys.argv[0] if sys.argv else "").name
-                name = partial(_pack_name, f"{job} {jax_key}", program)
+                name = partial(_pack_request, f"{job} {jax_key}", program)
                 self._packs = Packs(self._cache, name)
             return self._packs
 
@@ -177,7 +177,7 @@ def _request_for(jax_key: str, program: Program) -> CompileRequest:
     return program.requests[jax_key]
 
 
-def _pack_name(job: str, program: Program, number: int) -> CompileRequest:
+def _pack_request(job: str, program: Program, number: int) -> CompileRequest:
     label = f"small programs of {job.partition(' ')[0]}"
     return request_of(f"pack {number} of {job}", program, label=label)
 
@@ -197,7 +197,7 @@ def decompress(entry: bytes) -> bytes:
     """Return the uncompressed entry: compile time and executable.
 
     Raises:
-        ValueError: The bytes are no entry in a known format.
+        ValueError: The bytes are not an entry in a known format.
     """
     try:
         if entry.startswith(_ZSTD):
@@ -213,12 +213,12 @@ def decompress(entry: bytes) -> bytes:
     return raw
 
 
-def _compiled_in_seconds(raw: bytes) -> float:
+def _compile_seconds_of(raw: bytes) -> float:
     """Return the compile time that JAX measured and rounded down to whole seconds."""
     return float(int.from_bytes(raw[:_TIME_BYTES], "big"))
 
 
-def compressor() -> Callable[[bytes], bytes]:
+def make_compressor() -> Callable[[bytes], bytes]:
     """Return a function that compresses an entry in the format of this JAX.
 
     Raises:

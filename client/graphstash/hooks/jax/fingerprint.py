@@ -101,8 +101,8 @@ def device_key(program: Program) -> str:
     """Return digests of what the host and its devices add to JAX's key, in words such as
     `topology=<16 hex>`, or "" if this version of JAX is not understood.
 
-    A job on a device describes its programs with them. `graphstash farm` compiles for a device only
-    if its own words are equal to those of such a job.
+    A job on a device stores these words with its programs. `graphstash farm` compiles for a device
+    only if a job there has stored the same words.
     """
     if program.placement is None or program.options is None:
         return ""

@@ -97,8 +97,8 @@ def prewarm(
     """
     if config.read_only:
         raise ConfigError("GRAPHSTASH_READ_ONLY is set: nothing could be published")
-    function = _function(target)
-    devices = _devices(platform, topology)
+    function = _load_function(target)
+    devices = _topology_devices(platform, topology)
     with Stash(config) as stash:
         publisher = _Publisher(stash, platform, only_if_proved)
         try:
@@ -106,8 +106,8 @@ def prewarm(
         except SeamUnavailableError as error:
             raise ConfigError(f"jax {jax.__version__}: {error}") from None
         try:
-            with _key_components(publisher.components):
-                jitted, arguments, keywords = _parsed(target, function(devices))
+            with _collect_components(publisher.components):
+                jitted, arguments, keywords = _parse_returned(target, function(devices))
                 lowered = jitted.lower(*arguments, **keywords)
                 publisher.started = monotonic()
                 lowered.compile()
@@ -154,10 +154,10 @@ class _Publisher:
         must_prove = self.only_if_proved and not is_stored
         if must_prove and (why := why_unproved(server, request, program)):
             raise UnprovedError(why)
-        if is_stored or self._is_ready(key):
+        if is_stored or self._wait_or_lease(key):
             raise _AlreadyStoredError(Prewarmed(key, jax_key, dict(self.components), is_new=False))
 
-    def _is_ready(self, key: ArtifactKey) -> bool:
+    def _wait_or_lease(self, key: ArtifactKey) -> bool:
         """Return whether another job has published the artifact. If not, this process compiles."""
         server, config = self.stash.server, self.stash.config
         until = monotonic() + config.wait_seconds
@@ -201,7 +201,7 @@ class _Publisher:
         """Return True, because no other process publishes the program."""
         return True
 
-    def ended(self) -> None:
+    def end_compilation(self) -> None:
         """Do nothing, because `get` takes no lease."""
 
     def record_fallback(self, error: Exception) -> None:
@@ -221,7 +221,7 @@ class _Publisher:
         return program.is_compile_only and program.platform == self.platform
 
 
-class _Components(logging.Handler):
+class _ComponentCollector(logging.Handler):
     """Collects the hashes of components that JAX logs when it makes a key."""
 
     def __init__(self, components: dict[str, str]) -> None:
@@ -234,9 +234,9 @@ class _Components(logging.Handler):
 
 
 @contextmanager
-def _key_components(components: dict[str, str]) -> Iterator[None]:
+def _collect_components(components: dict[str, str]) -> Iterator[None]:
     logger = logging.getLogger("jax._src.cache_key")
-    handler = _Components(components)
+    handler = _ComponentCollector(components)
     level, propagates = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)
@@ -249,7 +249,7 @@ def _key_components(components: dict[str, str]) -> Iterator[None]:
         logger.propagate = propagates
 
 
-def _function(target: str) -> Callable[..., Any]:
+def _load_function(target: str) -> Callable[..., Any]:
     function: Callable[..., Any] | None = load(target, what="function")
     if not callable(function):
         raise ConfigError(f"{target!r} is no function")
@@ -277,7 +277,7 @@ def _act_as_on_a_tpu_host() -> None:
             jax.config.update(name, value)
 
 
-def _devices(platform: str, topology: str) -> list[Any]:
+def _topology_devices(platform: str, topology: str) -> list[Any]:
     if platform == "tpu":
         _act_as_on_a_tpu_host()
     # Otherwise libtpu asks the cloud's metadata server for the hardware, which takes minutes on a
@@ -295,7 +295,7 @@ def _devices(platform: str, topology: str) -> list[Any]:
         raise ConfigError(f"--topology {topology}: {message}") from None
 
 
-def _parsed(target: str, returned: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def _parse_returned(target: str, returned: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     match returned:
         case (jitted, tuple() | list() as values) if hasattr(jitted, "lower"):
             return jitted, tuple(values), {}

@@ -64,7 +64,7 @@ def why_unproved(server: ServerClient, request: CompileRequest, program: "Progra
                 continue
             theirs = _ingredients(parts)
             differing = [
-                f"{name} ({_shown(ours, name)} here, {_shown(theirs, name)} there)"
+                f"{name} ({_format_part(ours, name)} here, {_format_part(theirs, name)} there)"
                 for name in sorted(ours.keys() | theirs.keys())
                 if ours.get(name) != theirs.get(name)
             ]
@@ -91,5 +91,5 @@ def _ingredients(parts: "Mapping[str, str]") -> dict[str, str]:
     return chosen | {name: digest for name, _, digest in words}
 
 
-def _shown(parts: "Mapping[str, str]", name: str) -> str:
+def _format_part(parts: "Mapping[str, str]", name: str) -> str:
     return printable(parts.get(name, "nothing"), most=_SHOWN_CHARACTERS)

@@ -51,7 +51,7 @@ class JaxRanks:
     def wait(self, name: str, *, timeout_seconds: float) -> bytes | None:
         """See `RankStore`."""
         if timeout_seconds <= 0 and hasattr(self._client, "key_value_try_get_bytes"):  # 0.4.36
-            return self._present(name)
+            return self._try_get(name)
         left = timeout_seconds
         while True:
             seconds = min(left, _MAX_WAIT_SECONDS)
@@ -68,7 +68,7 @@ class JaxRanks:
             if left <= 0:
                 return None
 
-    def _present(self, name: str) -> bytes | None:
+    def _try_get(self, name: str) -> bytes | None:
         try:
             found: bytes = self._client.key_value_try_get_bytes(name)
         except RuntimeError as error:

@@ -19,8 +19,8 @@ import jax
 from jax._src import cache_key, compilation_cache
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
-from graphstash.hooks.jax.compiling import Compiling, Program
-from graphstash.hooks.jax.entries import Keeper, compressor
+from graphstash.hooks.jax.compiling import Program, ProgramTracker
+from graphstash.hooks.jax.entries import EntryStore, make_compressor
 from graphstash.hooks.patching import Patches
 
 __all__ = ["Seam", "SeamUnavailableError"]
@@ -72,7 +72,7 @@ class Seam:
     """Owns all changes to JAX, and reverts them in `close`.
 
     Args:
-        keeper: Serves JAX's look-ups and stores its results.
+        store: Serves JAX's look-ups and stores its results.
         on_key: Called with every key that JAX computes. Its exceptions abort the compilation.
 
     Raises:
@@ -80,26 +80,28 @@ class Seam:
     """
 
     def __init__(
-        self, keeper: Keeper, *, on_key: Callable[[str, Program], None] | None = None
+        self, store: EntryStore, *, on_key: Callable[[str, Program], None] | None = None
     ) -> None:
-        self._keeper = keeper
+        self._store = store
         self._on_key = on_key
         self._is_open = True
         self._has_warned = False
         try:
-            self._compress = compressor()
+            self._compress = make_compressor()
         except (AttributeError, ValueError) as error:
             raise SeamUnavailableError(f"its entries cannot be read: {error}") from error
-        self._cache = _cache_object(self.get, self.put)
-        self._checked_cache = _cache_object(self.get, self._put_checked)
+        self._cache = _make_cache(self.get, self.put)
+        self._checked_cache = _make_cache(self.get, self._put_checked)
         with ExitStack() as undo:
             undo.callback(_Settings().close)
-            self._compiling = Compiling(keeper.ended, self._wants, keeper.record_fallback)
-            undo.callback(self._compiling.close)
+            self._tracker = ProgramTracker(
+                store.end_compilation, self._wants, store.record_fallback
+            )
+            undo.callback(self._tracker.close)
             patches = Patches()
             undo.callback(patches.undo)
             if hasattr(cache_key, _ACCELERATORS):
-                patches.wrap(cache_key, _ACCELERATORS, _hash_accelerators)
+                patches.wrap(cache_key, _ACCELERATORS, _wrap_hash_accelerators)
             patches.wrap(compilation_cache, "get_file_cache", self._wrap_get_file_cache)
             if hasattr(cache_key, "get"):
                 patches.wrap(cache_key, "get", self._wrap_get_key)
@@ -115,30 +117,30 @@ class Seam:
     def get(self, jax_key: str) -> bytes | None:
         """Return the entry for JAX, or None to make JAX compile. Never raises."""
         try:
-            return self._keeper.get(jax_key, self._compiling.present(), self._compress)
+            return self._store.get(jax_key, self._tracker.current_program(), self._compress)
         except Exception as error:  # noqa: BLE001 - a hook's outermost frame: JAX compiles
-            self._keeper.record_fallback(error)
+            self._store.record_fallback(error)
             return None
 
     def put(self, jax_key: str, entry: bytes) -> None:
         """Store an entry that JAX has compiled. Never raises."""
         try:
-            program = self._compiling.present()
-            self._compiling.observe(program)
-            self._keeper.put(jax_key, program, entry)
+            program = self._tracker.current_program()
+            self._tracker.record_environment(program)
+            self._store.put(jax_key, program, entry)
         except Exception as error:  # noqa: BLE001 - a hook's outermost frame: JAX compiles
-            self._keeper.record_fallback(error)
+            self._store.record_fallback(error)
 
     def _put_checked(self, jax_key: str, entry: bytes) -> None:
         """Store an entry, unless JAX compiled it only to compare it with the entry from `get`."""
-        if jax_key not in self._compiling.present().given:
+        if jax_key not in self._tracker.current_program().given:
             self.put(jax_key, entry)
 
     def _wants(self, jax_key: str, program: Program) -> bool:
         try:
-            return self._is_open and self._keeper.wants(jax_key, program)
+            return self._is_open and self._store.wants(jax_key, program)
         except Exception as error:  # noqa: BLE001 - a hook's outermost frame: JAX compiles
-            self._keeper.record_fallback(error)
+            self._store.record_fallback(error)
             return False
 
     def _wrap_get_file_cache(self, get_file_cache: Callable[..., Any]) -> Callable[..., Any]:
@@ -173,7 +175,7 @@ class Seam:
                 bound.arguments["compile_options"] = _without_own_caches(options)
             jax_key = name_program(*bound.args, **bound.kwargs)
             if self._on_key is not None:
-                self._on_key(jax_key, self._compiling.present())
+                self._on_key(jax_key, self._tracker.current_program())
             return jax_key
 
         return wrapper
@@ -199,7 +201,7 @@ def _without_own_caches(options: Any) -> Any:
     return copied
 
 
-def _hash_accelerators(hash_accelerators: Callable[..., None]) -> Callable[..., None]:
+def _wrap_hash_accelerators(hash_accelerators: Callable[..., None]) -> Callable[..., None]:
     """Give all processes of a CPU job the same key.
 
     JAX 0.4.31 to 0.10.2 hashes the CPU topology, which begins with the process that requests it. So
@@ -220,7 +222,7 @@ def _hash_accelerators(hash_accelerators: Callable[..., None]) -> Callable[..., 
     return wrapper
 
 
-def _cache_object(get: Callable[[str], bytes | None], put: Callable[[str, bytes], None]) -> Any:
+def _make_cache(get: Callable[[str], bytes | None], put: Callable[[str, bytes], None]) -> Any:
     """Return a persistent cache for JAX that calls `get` and `put`."""
     try:
         from jax._src.compilation_cache_interface import CacheInterface
@@ -249,7 +251,7 @@ class _Settings:
     """
 
     def __init__(self) -> None:
-        self._before = _values(name for name in _CHANGED if hasattr(jax.config, name))
+        self._before = _global_values(name for name in _CHANGED if hasattr(jax.config, name))
         keep = {name for name, value in self._before.items() if _is_set_by_user(name, value)}
         if _PATH not in keep:
             keep.discard(_XLA_CACHES)  # it has no effect unless the user has set a directory
@@ -260,12 +262,12 @@ class _Settings:
 
     def close(self) -> None:
         """Restore the settings that the user has not changed since."""
-        for name, value in _values(self._before).items():
+        for name, value in _global_values(self._before).items():
             if value == _CHANGED[name]:
                 _update(name, self._before[name])
 
 
-def _values(names: Iterable[str]) -> dict[str, Any]:
+def _global_values(names: Iterable[str]) -> dict[str, Any]:
     """Return global values. Read them in a new thread, which has no active context manager."""
     values: dict[str, Any] = {}
 

@@ -22,7 +22,7 @@ from graphstash.hooks.pjrt.fingerprint import Fingerprints, Topology, label_of, 
 from graphstash.hooks.pjrt.plugins import Plugin
 from graphstash_schema import ArtifactKey, ArtifactKind
 
-__all__ = ["AheadOfTimeCall", "Call", "ClientCall", "Experience", "Original"]
+__all__ = ["AheadOfTimeCall", "Call", "ClientCall", "OriginalCall", "TrackRecord"]
 
 _log = logging.getLogger("graphstash")
 
@@ -30,7 +30,7 @@ _MAX_REJECTIONS: Final = 2
 
 
 @dataclass(slots=True)
-class Experience:
+class TrackRecord:
     """How well a plug-in has worked with the cache so far.
 
     Attributes:
@@ -49,7 +49,7 @@ class Experience:
         return self.cannot_serialize or (self.rejected >= _MAX_REJECTIONS and not self.loaded)
 
 
-class Original:
+class OriginalCall:
     """The plug-in's own function, bound to the caller's arguments.
 
     Attributes:
@@ -81,12 +81,12 @@ class Call(ABC):
     """A framework's call of a compile function; `args` are its arguments, as laid out in `abi`."""
 
     def __init__(
-        self, args: Any, *, plugin: Plugin, cache: CompileCache, experience: Experience
+        self, args: Any, *, plugin: Plugin, cache: CompileCache, track_record: TrackRecord
     ) -> None:
         self.args = args
         self.plugin = plugin
         self.cache = cache
-        self.experience = experience
+        self.track_record = track_record
         self.compilation: InFlightCompile | None = None
         self._describe_again: Callable[[], CompileRequest | None] = lambda: None
 
@@ -142,7 +142,7 @@ class Call(ABC):
         except PjrtError as error:
             if error.code != UNIMPLEMENTED:
                 raise
-            self.experience.cannot_serialize = True
+            self.track_record.cannot_serialize = True
             _log.warning(
                 "graphstash: %s does not serialize its executables (%s), so they are compiled as "
                 "usual and not shared",
@@ -183,11 +183,11 @@ class ClientCall(Call):
                 options_size=self.args.options_size,
             )
         except PjrtError as error:
-            self.experience.rejected += 1
+            self.track_record.rejected += 1
             name = self.plugin.path.name
             self.cache.reject(key, f"{name} could not load {key}; it compiles instead: {error}")
             return False
-        self.experience.loaded += 1
+        self.track_record.loaded += 1
         return True
 
 

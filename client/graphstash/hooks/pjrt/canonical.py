@@ -14,25 +14,25 @@ from typing import Final
 
 from graphstash.hooks.protobuf import BYTES, Field, NotAMessageError, fields_of
 
-__all__ = ["canonical"]
+__all__ = ["canonicalize"]
 
 _MAX_DEPTH: Final = 32
 """Nesting of messages down to which maps are sorted. Protobuf's own limit is 100."""
 
 
-def canonical(message: bytes) -> bytes:
+def canonicalize(message: bytes) -> bytes:
     """Return the message with the entries of every map sorted. The length stays the same."""
-    return _canonical(message, depth=0)
+    return _canonicalize(message, depth=0)
 
 
-def _canonical(message: bytes, *, depth: int) -> bytes:
+def _canonicalize(message: bytes, *, depth: int) -> bytes:
     try:
         fields = fields_of(message)
     except NotAMessageError:
         return message
     if depth < _MAX_DEPTH:
         fields = [
-            field._replace(body=_canonical(field.body, depth=depth + 1))
+            field._replace(body=_canonicalize(field.body, depth=depth + 1))
             if field.wire_type == BYTES
             else field
             for field in fields

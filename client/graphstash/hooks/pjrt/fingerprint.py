@@ -36,7 +36,7 @@ from graphstash.hooks.pjrt.abi import (
     Program,
 )
 from graphstash.hooks.pjrt.api import Api, PjrtError, view_of
-from graphstash.hooks.pjrt.canonical import canonical
+from graphstash.hooks.pjrt.canonical import canonicalize
 from graphstash.hooks.pjrt.plugins import Plugin
 from graphstash_schema import DeviceType
 
@@ -89,7 +89,7 @@ TOPOLOGY_FUNCTIONS: Final = (
 
 def digest_of(description: bytes | memoryview) -> str:
     """Return the digest of a serialized topology, whose maps CUDA's plug-in writes in any order."""
-    return hashlib.sha256(canonical(bytes(description))).hexdigest()
+    return hashlib.sha256(canonicalize(bytes(description))).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +239,7 @@ class Fingerprints:
             **option_files(options),
             "format": bytes(view_of(program.format, program.format_size)).decode("ascii"),
             "program": hashlib.sha256(code).hexdigest(),
-            "options": hashlib.sha256(canonical(options)).hexdigest(),
+            "options": hashlib.sha256(canonicalize(options)).hexdigest(),
             "platform": topology.platform,
             "platform_version": topology.version,
             "topology": topology.digest,
@@ -247,10 +247,10 @@ class Fingerprints:
             "api": f"{api.major}.{api.minor}",
             "machine": platform.machine(),
         }
-        number_of_threads, client_options = self._client(args.client)
+        number_of_threads, client_options = self._describe_client(args.client)
         if client_options:
             parts["client_options"] = client_options
-        if partitioners and (by_rows := partitioners.by_rows(code)):
+        if partitioners and (by_rows := partitioners.names_by_rows(code)):
             parts["partitioned_by_rows"] = by_rows
         if topology.platform.lower() == "cpu":
             parts |= {"libc": libc(), "cpu_features": " ".join(cpu_features())}
@@ -261,7 +261,7 @@ class Fingerprints:
             parts["compiler"] = version_of("neuronx-cc") or "none"
         return parts
 
-    def _client(self, client: int | None) -> tuple[str, str]:
+    def _describe_client(self, client: int | None) -> tuple[str, str]:
         if not client:  # compiled ahead of time
             return threads(), ""
         known = self._clients.get(client)

@@ -82,9 +82,9 @@ class PjrtHook:
         self._patches = Patches()
         self._torch_xla: TorchXlaSeam | None = None
         self._partitioners: Partitioners | None = None
-        self._follow("torch_xla", self._attach_to_torch_xla)
+        self._run_after_import("torch_xla", self._attach_to_torch_xla)
         if not cache.config.wants_hook("jax"):
-            self._follow("jax", self._attach_to_jax)
+            self._run_after_import("jax", self._attach_to_jax)
 
     def close(self) -> None:
         """Restore plug-ins and frameworks. Running calls finish: callbacks are never freed."""
@@ -105,7 +105,7 @@ class PjrtHook:
         self._owner = os.getpid()
         return True
 
-    def _cache_now(self) -> CompileCache | None:
+    def _current_cache(self) -> CompileCache | None:
         """Return the cache. None if the hook is closed, or in a forked child without a session."""
         return self._cache if not self._closed and self._owner == os.getpid() else None
 
@@ -117,11 +117,11 @@ class PjrtHook:
             return None if by_jax else self._torch_xla.client_options()
         return options_by_jax(xla_bridge, by_jax[0]) if len(by_jax) == 1 else None
 
-    def _follow(self, framework: str, action: Callable[[], None]) -> None:
+    def _run_after_import(self, framework: str, action: Callable[[], None]) -> None:
         """Call `action` after the framework's import: at once if it is already imported."""
-        after_import(framework, partial(self._guarded, framework, action))
+        after_import(framework, partial(self._run_or_warn, framework, action))
 
-    def _guarded(self, framework: str, action: Callable[[], None]) -> None:
+    def _run_or_warn(self, framework: str, action: Callable[[], None]) -> None:
         if self._closed:
             return
         try:
@@ -154,11 +154,11 @@ class PjrtHook:
 
         self._partitioners = Partitioners(xla_client, xla_bridge)
         self._partitioners.observe(self._patches)
-        self._patches.wrap(xla_client, "load_pjrt_plugin_dynamically", self._attach_before)
+        self._patches.wrap(xla_client, "load_pjrt_plugin_dynamically", self._wrap_load)
         for plugin in loaded_plugins():
             self._attach(plugin)
 
-    def _attach_before(self, load_plugin: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_load(self, load_plugin: Callable[..., Any]) -> Callable[..., Any]:
         def load(plugin_name: str, library_path: str) -> Any:
             self._attach_path(str(library_path))
             return load_plugin(plugin_name, library_path)
@@ -189,7 +189,7 @@ class PjrtHook:
                 try:
                     interceptor = Interceptor(
                         plugin,
-                        self._cache_now,
+                        self._current_cache,
                         partitioners=lambda: self._partitioners,
                         late_options=self._late_options,
                     )

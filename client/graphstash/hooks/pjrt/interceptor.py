@@ -28,7 +28,7 @@ from graphstash.hooks.pjrt.abi import (
     Function,
 )
 from graphstash.hooks.pjrt.api import FUNCTION_TYPE, Api
-from graphstash.hooks.pjrt.call import AheadOfTimeCall, Call, ClientCall, Experience, Original
+from graphstash.hooks.pjrt.call import AheadOfTimeCall, Call, ClientCall, OriginalCall, TrackRecord
 from graphstash.hooks.pjrt.client_options import client_options
 from graphstash.hooks.pjrt.fingerprint import TOPOLOGY_FUNCTIONS, Fingerprints
 from graphstash.hooks.pjrt.plugins import Plugin, is_writable
@@ -50,7 +50,7 @@ _MEMORY: Final = Path("/proc/self/mem")
 class Interceptor:
     """Owns the patches of the table of a plug-in, which has every function that `ClientCall` uses.
 
-    `cache_now` returns the cache of this process, or None if it has none at the moment.
+    `current_cache` returns the cache of this process, or None if it has none at the moment.
     For `partitioners` and `late_options`, see `Fingerprints`.
 
     Raises:
@@ -60,14 +60,14 @@ class Interceptor:
     def __init__(
         self,
         plugin: Plugin,
-        cache_now: Callable[[], CompileCache | None],
+        current_cache: Callable[[], CompileCache | None],
         *,
         partitioners: Callable[[], Partitioners | None] = lambda: None,
         late_options: Callable[[], Mapping[str, object] | None] = lambda: None,
     ) -> None:
         self._plugin = plugin
-        self._cache_now = cache_now
-        self._experience = Experience()
+        self._current_cache = current_cache
+        self._track_record = TrackRecord()
         self._fingerprints = Fingerprints(
             plugin, partitioners=partitioners, late_options=late_options
         )
@@ -101,7 +101,7 @@ class Interceptor:
             # A signal handler that raises repeats this step, which must not create two clients.
             return 0 if args.client else self._create(address) or 0
 
-        shield = Shield(self._failed)
+        shield = Shield(self._record_failure)
         count = shield.attempt(self._fingerprints.observe_environment)
         options = shield.attempt(lambda: client_options(args))
         error = shield.repeat_until_done(create)
@@ -124,9 +124,9 @@ class Interceptor:
         kind: type[Call],
     ) -> int:
         args = layout.from_address(address)
-        original = Original(function, address, args)
-        shield = Shield(self._failed)
-        call = shield.attempt(lambda: self._call(args, kind))
+        original = OriginalCall(function, address, args)
+        shield = Shield(self._record_failure)
+        call = shield.attempt(lambda: self._make_call(args, kind))
         error = 0
         if call is None:
             error = shield.repeat_until_done(original)
@@ -138,17 +138,17 @@ class Interceptor:
         shield.close(sys._getframe(1))
         return error
 
-    def _call(self, args: _Args, kind: type[Call]) -> Call | None:
+    def _make_call(self, args: _Args, kind: type[Call]) -> Call | None:
         """Return the call to serve, or None to run only the plug-in's own function."""
-        cache = self._cache_now()
-        if cache is None or self._experience.should_give_up:
+        cache = self._current_cache()
+        if cache is None or self._track_record.should_give_up:
             return None
         if args.struct_size < ctypes.sizeof(args) or not args.program or _is_extended(args):
             return None  # unsupported version or extension of the arguments
-        return kind(args, plugin=self._plugin, cache=cache, experience=self._experience)
+        return kind(args, plugin=self._plugin, cache=cache, track_record=self._track_record)
 
-    def _failed(self, error: Exception) -> None:
-        if (cache := self._cache_now()) is not None:
+    def _record_failure(self, error: Exception) -> None:
+        if (cache := self._current_cache()) is not None:
             cache.record_fallback(error)
 
 
@@ -178,15 +178,15 @@ class _TablePatch:
         callback = FUNCTION_TYPE(stand_in)
         _CALLBACKS.append(callback)
         self._ours = ctypes.cast(callback, ctypes.c_void_p).value or 0
-        _store(self._address, self._ours)
+        _write_pointer(self._address, self._ours)
 
     def close(self) -> None:
         """Restore the plug-in's own function, unless another tool has replaced the stand-in."""
         if ctypes.c_uint64.from_address(self._address).value == self._ours:
-            _store(self._address, self._original)
+            _write_pointer(self._address, self._original)
 
 
-def _store(address: int, value: int) -> None:
+def _write_pointer(address: int, value: int) -> None:
     if is_writable(address):
         ctypes.c_uint64.from_address(address).value = value
         return
@@ -205,11 +205,11 @@ class Shield:
     would raise KeyboardInterrupt in the callback, as soon as the compiler returns. `close` raises
     it after the callback instead, when the framework returns to Python.
 
-    `failed` is called with the errors of the hook's own steps. It must not raise.
+    `on_error` is called with the errors of the hook's own steps. It must not raise.
     """
 
-    def __init__(self, failed: Callable[[Exception], None]) -> None:
-        self._failed = failed
+    def __init__(self, on_error: Callable[[Exception], None]) -> None:
+        self._on_error = on_error
         self._interrupt: BaseException | None = None
 
     def attempt(self, step: Callable[[], _T]) -> _T | None:
@@ -218,7 +218,7 @@ class Shield:
             try:
                 return step()
             except Exception as error:  # noqa: BLE001 - the hook's outermost frame
-                self._failed(error)
+                self._on_error(error)
         except BaseException as interrupt:  # noqa: BLE001 - raised again by `close`
             self._interrupt = interrupt
         return None

@@ -19,7 +19,7 @@ from typing import Final
 from graphstash._forking import unforked
 from graphstash.hooks.torch_xla.stub import PATH_LIMIT, Block
 
-__all__ = ["Answering"]
+__all__ = ["Responder"]
 
 _log = logging.getLogger("graphstash")
 
@@ -29,7 +29,7 @@ _REPLY: Final = struct.Struct("=Ic")
 _LEAVE_SECONDS: Final = 1.0
 
 
-class Answering:
+class Responder:
     """Calls `answer(path)` for every request of the stub with this `block`.
 
     Requests are answered in order, one at a time, even if the caller has given up. The threads are
@@ -59,7 +59,9 @@ class Answering:
         self._far_fd = far.detach()
         self._threads = (
             threading.Thread(target=self._run, name="graphstash-gate", daemon=True),
-            threading.Thread(target=self._beat, name="graphstash-gate-heartbeat", daemon=True),
+            threading.Thread(
+                target=self._send_heartbeats, name="graphstash-gate-heartbeat", daemon=True
+            ),
         )
         try:
             for thread in self._threads:
@@ -77,7 +79,7 @@ class Answering:
         """Release a waiting caller and end the threads. A running answer may outlast this call."""
         self._block.enabled = 0
         if self._owner != os.getpid():
-            self._abandon()
+            self._close_copies()
             return
         # Forked children may hold copies of both ends, which stay connected after a mere `close`.
         _shut_down(self._near)
@@ -91,7 +93,7 @@ class Answering:
         if not self._block.busy:
             os.close(self._far_fd)
 
-    def _abandon(self) -> None:
+    def _close_copies(self) -> None:
         # Close the child's copies of both ends. A shutdown would break the parent's connection.
         self._near.close()
         os.close(self._far_fd)
@@ -121,7 +123,7 @@ class Answering:
             self._work.set()
             self._near.close()
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         """Send heartbeats during each answer, until `_run` has ended."""
         while not self._ended.is_set():
             self._work.wait()

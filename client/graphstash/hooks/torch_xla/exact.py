@@ -17,7 +17,7 @@ from graphstash._compile.cache import CompileCache, InFlightCompile
 from graphstash.errors import CacheError, Reason
 from graphstash.hooks.torch_xla.fingerprint import Fingerprints
 from graphstash.hooks.torch_xla.gate import StatGate
-from graphstash.hooks.torch_xla.written import WrittenFiles, publish_file
+from graphstash.hooks.torch_xla.written import WrittenFileWatcher, publish_file
 
 __all__ = ["ExactMode"]
 
@@ -69,7 +69,7 @@ class ExactMode:
         self._gate = StatGate(library, f"{known_as}/", self._handle_report)
         try:
             self._gate.open()
-            self._written = WrittenFiles(directory, self._publish)
+            self._watcher = WrittenFileWatcher(directory, self._publish)
         except BaseException:
             self._gate.close()
             raise
@@ -77,7 +77,7 @@ class ExactMode:
     def close(self) -> None:
         """Publish the finished graphs, close the gate and abandon unfinished compilations."""
         self._gate.close()
-        self._written.close()
+        self._watcher.close()
         self._count_give_ups()
         with self._lock:
             running, self._running = list(self._running.values()), {}
@@ -93,8 +93,8 @@ class ExactMode:
         self._delivered.clear()
         self._give_ups = 0
         self._gate.reopen_in_child()
-        self._written.close_in_child()
-        self._written = WrittenFiles(self._directory, self._publish)
+        self._watcher.close_in_child()
+        self._watcher = WrittenFileWatcher(self._directory, self._publish)
 
     def _handle_report(self, path: str) -> None:
         """Handle a report of the gate, while torch_xla holds the mutex of its cache."""
@@ -120,7 +120,7 @@ class ExactMode:
             # now also compile it.
             each.compilation.abandon()
         request = self._fingerprints.request(name)
-        if why := self._fingerprints.unshared():
+        if why := self._fingerprints.why_unshared():
             self._cache.refuse(request, why)
             return
         if rejected:
@@ -137,7 +137,7 @@ class ExactMode:
                 self._running[name] = _Running(compilation, monotonic())
 
     def _settle_deliveries(self, name: str) -> bool:
-        """Count delivered artifacts as loaded, but `name` as rejected; return whether it was one.
+        """Count delivered artifacts as loaded, but `name` as rejected. Return whether it was one.
 
         At a new look-up, torch_xla has read all of them. It looks a delivered name up again because
         it could not load the artifact, and has removed it.

@@ -70,7 +70,7 @@ class Fingerprints:
         self._process_parts: Mapping[str, str] | None = None
         self._device_type: DeviceType | None = None
         self._environment = EnvironmentStates()
-        self._has_changed = True  # since `moment` observed the environment
+        self._has_changed = True  # since `snapshot` observed the environment
         self.observe_environment()
         # torch_xla 2.7 has a setter but no getter in Python. The library exports the variable.
         self._precision = ctypes.c_int.in_dll(ctypes.CDLL(torch_xla._XLAC.__file__), _PRECISION)
@@ -85,7 +85,7 @@ class Fingerprints:
         self.observe_environment()
         self._has_changed = True
 
-    def moment(self, *, observe: bool = False) -> object:
+    def snapshot(self, *, observe: bool = False) -> object:
         """Return a value that differs after a change of what a compilation reads. It takes a few
         microseconds, unless it has to observe the environment or files that flags name.
         """
@@ -113,7 +113,7 @@ class Fingerprints:
         value = self._precision.value
         return _PRECISIONS[value] if 0 <= value < len(_PRECISIONS) else str(value)
 
-    def unshared(self) -> str:
+    def why_unshared(self) -> str:
         """Return why the hook must not share graphs of this process, or an empty string."""
         mixed = [name for name, value in self._omitted.values().items() if not value]
         if not mixed:

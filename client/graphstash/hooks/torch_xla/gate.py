@@ -19,7 +19,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
 
-from graphstash.hooks.torch_xla.answering import Answering
+from graphstash.hooks.torch_xla.answering import Responder
 from graphstash.hooks.torch_xla.elf import (
     GateUnavailable,
     find_slot,
@@ -81,7 +81,7 @@ class StatGate:
         self._answer = answer
         self._liveness_seconds = liveness_seconds
         self._stub: Stub | None = None
-        self._answering: Answering | None = None
+        self._responder: Responder | None = None
         self._slot = 0
         if not 0 < len(self._prefix) < PATH_LIMIT or b"\0" in self._prefix:
             raise ValueError("prefix must be the beginning of a path")
@@ -104,7 +104,7 @@ class StatGate:
         Raises:
             GateUnavailable: The gate cannot work in this process. The message gives the reason.
         """
-        if self._answering is not None:
+        if self._responder is not None:
             return
         require_x86_64_linux()
         slot = find_slot(self._library, _SYMBOL)
@@ -112,28 +112,28 @@ class StatGate:
         if read_pointer(slot) != real:
             raise GateUnavailable(f"{_SYMBOL} of {self._library.name} is replaced by another tool")
         stub = Stub(real=real, prefix=self._prefix, patience_seconds=self._liveness_seconds)
-        answering = self._answer_for(stub)
+        responder = self._start_responder(stub)
         with ExitStack() as undo:
-            undo.callback(answering.stop)
-            _self_test(stub, answering)
-            answering.answer = self._answer
+            undo.callback(responder.stop)
+            _self_test(stub, responder)
+            responder.answer = self._answer
             replace_pointers({slot: stub.address})
             undo.pop_all()
-        self._stub, self._answering, self._slot = stub, answering, slot
+        self._stub, self._responder, self._slot = stub, responder, slot
 
     def close(self) -> None:
         """Restore the slot and end the threads. Does nothing if the gate is not open.
 
         A waiting caller continues without an answer. The counters keep their values.
         """
-        if self._stub is None or self._answering is None:
+        if self._stub is None or self._responder is None:
             return
         # If another tool has replaced the slot since `open`, leave its pointer. That tool may still
         # call the stub, which then only calls the real function.
         if read_pointer(self._slot) == self._stub.address:
             replace_pointers({self._slot: self._stub.block.real})
-        self._answering.stop()
-        self._answering = None
+        self._responder.stop()
+        self._responder = None
 
     def reopen_in_child(self) -> None:
         """Start answering threads in a forked child and reset its counters.
@@ -145,21 +145,21 @@ class StatGate:
             GateUnavailable: The child can open no socket or start no thread. Its stub still calls
                 only the real function.
         """
-        if self._stub is None or self._answering is None:
+        if self._stub is None or self._responder is None:
             return
-        self._answering.stop()
+        self._responder.stop()
         self._stub.block.sequence = self._stub.block.give_ups = 0
-        self._answering = self._answer_for(self._stub)
+        self._responder = self._start_responder(self._stub)
 
-    def _answer_for(self, stub: Stub) -> Answering:
+    def _start_responder(self, stub: Stub) -> Responder:
         heartbeat_seconds = self._liveness_seconds / _HEARTBEATS_PER_LIVENESS
         try:
-            return Answering(stub.block, self._answer, heartbeat_seconds=heartbeat_seconds)
+            return Responder(stub.block, self._answer, heartbeat_seconds=heartbeat_seconds)
         except (OSError, RuntimeError) as error:
             raise GateUnavailable(f"no connection to the stub: {error}") from error
 
 
-def _self_test(stub: Stub, answering: Answering) -> None:
+def _self_test(stub: Stub, responder: Responder) -> None:
     # ctypes releases the interpreter lock during the call, so that the answering thread can run.
     call = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p)(
         stub.address
@@ -167,12 +167,12 @@ def _self_test(stub: Stub, answering: Answering) -> None:
     buffer = ctypes.create_string_buffer(_STAT_BYTES)
     missing = stub.block.prefix + f".gate-{secrets.token_hex(8)}".encode()
     seen: list[str] = []
-    answering.answer = seen.append
+    responder.answer = seen.append
     if call(_STAT_VERSION, b"/", buffer) != 0 or seen:
         raise GateUnavailable("self-test: an existing file is not found")
     if call(_STAT_VERSION, missing, buffer) != -1 or seen != [os.fsdecode(missing)]:
         raise GateUnavailable("self-test: a missing file is not announced")
-    answering.answer = _create
+    responder.answer = _create
     try:
         if call(_STAT_VERSION, missing, buffer) != 0:
             raise GateUnavailable("self-test: a file made by the answer is not found")

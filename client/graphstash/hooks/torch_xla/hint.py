@@ -51,7 +51,7 @@ class _Pending:
     compilation: InFlightCompile | None
     name: str = ""
     changed_at: int = 0
-    moment: object = None
+    snapshot: object = None
 
 
 class HintMode:
@@ -64,7 +64,7 @@ class HintMode:
         self._asked: set[str] = set()  # hints that this process has looked up
         self._quiet_steps = 0
         self._patches = Patches()
-        self._use(cache)
+        self._switch_cache(cache)
         with self._patches.all_or_none():
             for name in _LAZY_SEAMS:
                 self._wrap(name, self._before_lazy, self._after_lazy)
@@ -78,9 +78,9 @@ class HintMode:
     def after_fork(self, cache: CompileCache, directory: Path) -> None:
         """Continue in a forked child, with the child's cache and directory."""
         self._directory = directory
-        self._use(cache)
+        self._switch_cache(cache)
 
-    def _use(self, cache: CompileCache) -> None:
+    def _switch_cache(self, cache: CompileCache) -> None:
         self._cache = cache
         # Hits and misses count compiled graphs, so the look-up of a hint counts as neither.
         self._hints = CompileCache(
@@ -97,17 +97,17 @@ class HintMode:
         original = getattr(torch_xla._XLAC, name)
 
         def seam(*args: Any, **kwargs: Any) -> Any:
-            pending = self._guarded(before, args)
+            pending = self._run_safely(before, args)
             started = monotonic()
             try:
                 return original(*args, **kwargs)
             finally:
                 if pending is not None:
-                    self._guarded(after, pending, monotonic() - started)
+                    self._run_safely(after, pending, monotonic() - started)
 
         self._patches.replace(torch_xla._XLAC, name, seam)
 
-    def _guarded(self, work: Callable[..., _Pending | None], *args: Any) -> _Pending | None:
+    def _run_safely(self, work: Callable[..., _Pending | None], *args: Any) -> _Pending | None:
         """Run `work`. Count its exceptions as fallbacks, because none may reach a training step."""
         try:
             return work(*args)
@@ -125,38 +125,38 @@ class HintMode:
         if name in self._known:
             return None
         self._known.add(name)
-        request = self._shared(name)
+        request = self._request_or_refuse(name)
         if request is None:
             return None
         compilation = self._cache.fetch_or_start(request, self._directory / name)
         if compilation is None:
             return None
-        with _abandoning(compilation):
-            return _Pending(compilation, name=name, moment=self._fingerprints.moment())
+        with _abandon_on_error(compilation):
+            return _Pending(compilation, name=name, snapshot=self._fingerprints.snapshot())
 
     def _after_dynamo(self, pending: _Pending, seconds: float) -> None:
         if (compilation := pending.compilation) is None:
             return
-        with _abandoning(compilation):
+        with _abandon_on_error(compilation):
             if self._has_changed_since(pending, compilation.request):
                 compilation.abandon()
                 return
         self._publish(pending.name, compilation, seconds)
 
     def _before_lazy(self, _args: tuple[Any, ...]) -> _Pending:
-        may_predict = self._quiet_steps < _SETTLED_STEPS and not self._fingerprints.unshared()
+        may_predict = self._quiet_steps < _SETTLED_STEPS and not self._fingerprints.why_unshared()
         hint = self._fetch_hinted() if may_predict else None
-        with _abandoning(hint):
-            moment = self._fingerprints.moment()
-            return _Pending(hint, changed_at=self._changed_at(), moment=moment)
+        with _abandon_on_error(hint):
+            snapshot = self._fingerprints.snapshot()
+            return _Pending(hint, changed_at=self._changed_at(), snapshot=snapshot)
 
     def _after_lazy(self, pending: _Pending, seconds: float) -> None:
-        with _abandoning(pending.compilation):
+        with _abandon_on_error(pending.compilation):
             new = self._new_names() if self._changed_at() != pending.changed_at else []
             for name in new:
                 self._known.add(name)
                 self._quiet_steps = 0
-                request = self._shared(name)
+                request = self._request_or_refuse(name)
                 if request is not None and not self._has_changed_since(pending, request):
                     self._cache.counters.count_miss(request.key)
                     self._publish(name, self._cache.begin(request), seconds)
@@ -178,7 +178,7 @@ class HintMode:
         found = self._hints.fetch_bytes_or_start(self._fingerprints.request(hint))
         if isinstance(found, InFlightCompile):
             return found
-        for name in _names_in(found):
+        for name in _parse_names(found):
             if name not in self._known and self._cache.try_fetch(
                 self._fingerprints.request(name).key, self._directory / name
             ):
@@ -186,17 +186,17 @@ class HintMode:
                 self._quiet_steps = 0
         return None
 
-    def _shared(self, name: str) -> CompileRequest | None:
+    def _request_or_refuse(self, name: str) -> CompileRequest | None:
         """Return the request for a graph, or count a refusal and return None if it is unshared."""
         request = self._fingerprints.request(name)
-        if reason := self._fingerprints.unshared():
+        if reason := self._fingerprints.why_unshared():
             self._cache.refuse(request, reason)
             return None
         return request
 
     def _has_changed_since(self, pending: _Pending, request: CompileRequest) -> bool:
         """Return whether the compiler may have read other values than the key contains."""
-        has_changed = self._fingerprints.moment(observe=True) != pending.moment
+        has_changed = self._fingerprints.snapshot(observe=True) != pending.snapshot
         if has_changed:
             why = "a graph is not shared: its key changed while torch_xla compiled it"
             self._cache.note_unshared(request, why)
@@ -215,7 +215,7 @@ class HintMode:
 
 
 @contextmanager
-def _abandoning(hint: InFlightCompile | None) -> Iterator[None]:
+def _abandon_on_error(hint: InFlightCompile | None) -> Iterator[None]:
     """Abandon a hint if the block raises. Otherwise its lease would be renewed for a long time."""
     try:
         yield
@@ -236,7 +236,7 @@ class _FallbacksOnly(Counters):
         return self._main.count_fallback(reason)
 
 
-def _names_in(payload: bytes) -> list[str]:
+def _parse_names(payload: bytes) -> list[str]:
     with suppress(ValueError, RecursionError):
         names = json.loads(payload)
         if isinstance(names, list):

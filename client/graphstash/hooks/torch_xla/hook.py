@@ -122,10 +122,10 @@ class TorchXlaHook:
         self._patches = Patches()
         self._fingerprints = Fingerprints()
         with self._patches.all_or_none():
-            self._patches.replace(xr, "initialize_cache", _already_initialized)
+            self._patches.replace(xr, "initialize_cache", _ignore_initialize_cache)
             for name in ("putenv", "unsetenv"):  # `os.environ` calls these functions
                 self._patches.wrap(os, name, self._observe_before)
-            self._mode = self._open(cache)
+            self._mode = self._start_mode(cache)
 
     def close(self) -> None:
         """Publish the finished graphs and remove the hook. torch_xla still uses the directory."""
@@ -146,16 +146,16 @@ class TorchXlaHook:
     def _observe_before(self, change: Callable[..., None]) -> Callable[..., None]:
         """Observe the environment before each change: torch_xla may have read the old state."""
 
-        def changing(*args: Any) -> None:
+        def record_and_change(*args: Any) -> None:
             try:
                 self._fingerprints.before_change()
             except Exception as error:  # noqa: BLE001 - the hook's outermost frame
                 _log.debug("a state of the environment was not observed: %r", error)
             change(*args)
 
-        return changing
+        return record_and_change
 
-    def _open(self, cache: CompileCache) -> ExactMode | HintMode:
+    def _start_mode(self, cache: CompileCache) -> ExactMode | HintMode:
         if cache.config.torch_xla_mode != "hint":
             try:
                 return ExactMode(
@@ -206,7 +206,7 @@ def _set_directory(directory: Path) -> None:
             os.environ[name] = value
 
 
-def _already_initialized(path: str, readonly: bool = False) -> None:
+def _ignore_initialize_cache(path: str, readonly: bool = False) -> None:
     """Replace `xr.initialize_cache`, whose assertion would fail in a job that calls it again."""
     del readonly
     _log.warning("graphstash: initialize_cache(%r) is not needed and has no effect", path)

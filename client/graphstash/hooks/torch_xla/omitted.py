@@ -67,38 +67,38 @@ def _scalars(values: Sequence[int]) -> str | None:
     words = []
     for tag, value in zip(values[::2], values[1::2], strict=True):
         if tag == 0:
-            words.append(repr(_float(value)))
+            words.append(repr(_as_float(value)))
         elif tag in (1, 4):  # integers and booleans
-            words.append(str(_signed(value)))
+            words.append(str(_as_signed(value)))
         else:  # complex and symbolic numbers occupy more than one word
             return None
     return " ".join(words)
 
 
-def _float(value: int) -> float:
+def _as_float(value: int) -> float:
     return float(struct.unpack("<d", struct.pack("<Q", value))[0])
 
 
-def _signed(value: int, *, bits: int = 64) -> int:
+def _as_signed(value: int, *, bits: int = 64) -> int:
     return value - (1 << bits) if value >> (bits - 1) else value
 
 
 def _growth(values: Sequence[int]) -> str:
     growth, backoff, interval = values
-    return f"{_float(growth)!r} {_float(backoff)!r} {_signed(interval, bits=32)}"
+    return f"{_as_float(growth)!r} {_as_float(backoff)!r} {_as_signed(interval, bits=32)}"
 
 
 def _integer(values: Sequence[int]) -> str:
-    return str(_signed(values[0]))
+    return str(_as_signed(values[0]))
 
 
 def _axis(values: Sequence[int]) -> str:
-    return str(_signed(values[0], bits=32))
+    return str(_as_signed(values[0], bits=32))
 
 
 def _divisor(values: Sequence[int]) -> str:
     is_given, divisor = values
-    return str(_signed(divisor, bits=32)) if is_given else "none"
+    return str(_as_signed(divisor, bits=32)) if is_given else "none"
 
 
 def _never(_values: Sequence[int]) -> None:

@@ -17,7 +17,7 @@ from inotify_simple import INotify, flags
 from graphstash._compile.cache import InFlightCompile
 from graphstash._forking import unforked
 
-__all__ = ["WrittenFiles", "publish_file"]
+__all__ = ["WrittenFileWatcher", "publish_file"]
 
 _log = logging.getLogger("graphstash")
 
@@ -46,17 +46,17 @@ def _is_whole(path: Path) -> bool:
         return False
 
 
-class WrittenFiles:
-    """Calls `written(name)` when a process has written and closed a file in a directory.
+class WrittenFileWatcher:
+    """Calls `on_written(name)` when a process has written and closed a file in a directory.
 
-    Renamed files are not reported. `written` runs in a daemon thread, which `close` ends.
+    Renamed files are not reported. `on_written` runs in a daemon thread, which `close` ends.
 
     Raises:
         OSError: The kernel refuses the watch.
     """
 
-    def __init__(self, directory: Path, written: Callable[[str], None]) -> None:
-        self._written = written
+    def __init__(self, directory: Path, on_written: Callable[[str], None]) -> None:
+        self._on_written = on_written
         self._inotify = INotify()
         self._watch = self._inotify.add_watch(directory, flags.CLOSE_WRITE)
         self._thread = threading.Thread(target=self._run, name="graphstash-written", daemon=True)
@@ -80,6 +80,6 @@ class WrittenFiles:
                     return
                 try:
                     with unforked():
-                        self._written(event.name)
+                        self._on_written(event.name)
                 except Exception:  # noqa: BLE001 - a thread's outermost frame
                     _log.exception("publishing a compiled graph failed")
