@@ -403,14 +403,14 @@ def _key_of(level: str, graph: Any, inputs: list[Any], given: dict[str, Any]) ->
             key = _torch_key(info, level, graph, fake, given)
     except (BypassFxGraphCache, BypassAOTAutogradCache) as error:
         return "", f"torch caches no graph like this one: {error}"
-    return str(entry_request(ArtifactKind.INDUCTOR, key, variant=0).key), info.unshared(key)
+    return str(entry_request(ArtifactKind.INDUCTOR, key, variant=0).key), info.why_unshared(key)
 
 
 def _torch_key(
     info: KeyInfo, level: str, graph: Any, inputs: list[Any], given: dict[str, Any]
 ) -> str:
     if level == "fx":
-        key, _ = info.completing(codecache.compiled_fx_graph_hash)(graph, inputs, {}, [])
+        key, _ = info.wrap_key_maker(codecache.compiled_fx_graph_hash)(graph, inputs, {}, [])
     else:
         inner = _compiler_with(compile_fx.compile_fx_inner)
         functions = {"fw_compiler": inner, "bw_compiler": inner, "partition_fn": None, **given}
@@ -418,7 +418,7 @@ def _torch_key(
             **functions, num_params_buffers=0, aot_id=0, keep_inference_input_mutations=True
         )
         how = {} if torch.__version__ < "2.8" else None
-        make_key = info.completing(autograd_cache.autograd_cache_key)
+        make_key = info.wrap_key_maker(autograd_cache.autograd_cache_key)
         key, _ = make_key(graph, inputs, settings, how)
     return str(key)
 
