@@ -3,7 +3,8 @@
 A child has a copy of every lock, but only the thread that forked. If another thread holds the lock
 of an import, of OpenSSL or of pydantic, the child waits for it forever. The cache's background
 threads take such locks in jobs that fork. So forks wait, with a time limit, until these threads are
-idle or wait for the network.
+idle or wait for the network. On a busy host, an import may exceed the limit: a fork waits longer
+while the threads use CPU time.
 
 This module takes no lock, because a fork or a signal handler could find it held. Instead, each
 change is one atomic operation of a dictionary or set.
@@ -12,6 +13,7 @@ change is one atomic operation of a dictionary or set.
 import os
 import sys
 import threading
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic, sleep
@@ -22,13 +24,19 @@ from graphstash._interrupts import raise_after
 __all__ = ["close_unshared", "forkable", "is_of", "open_unshared", "unforked"]
 
 _WAIT_SECONDS: Final = 2.0
-"""Maximum seconds that a fork waits. Later forks ignore a block that outlasted a wait, because the
-block may itself wait for the thread that forks."""
+"""Maximum seconds that a fork waits for threads that use no CPU time. Later forks ignore a block
+that outlasted a wait, because the block may itself wait for the thread that forks."""
+
+_MAX_WAIT_SECONDS: Final = 30.0
+"""Maximum seconds that a fork waits for threads that use CPU time."""
 
 _POLL_SECONDS: Final = 0.001
 
 _depths: dict[int, int] = {}
 """By thread: its number of nested `unforked` blocks."""
+
+_tasks: dict[int, int] = {}
+"""By thread that has been in a block: the kernel's ID of the thread."""
 
 _slow: set[int] = set()
 """Threads in a block that outlasted the wait of a fork."""
@@ -98,6 +106,7 @@ def _enter(depth: int) -> None:
     this = threading.get_ident()
     if this not in _depths:
         _slow.discard(this)
+        _tasks[this] = threading.get_native_id()
         until = monotonic() + _WAIT_SECONDS
         while True:
             # Announce the block, then look for forks. A fork announces itself, then looks for
@@ -123,19 +132,41 @@ def _leave(depth: int) -> None:
 
 
 def _before() -> None:
-    """Wait for the blocks of other threads, at most `_WAIT_SECONDS`. They begin none meanwhile."""
+    """Wait for the blocks of other threads. They begin none meanwhile."""
     this = threading.get_ident()
-    until = _forking[this] = monotonic() + _WAIT_SECONDS
+    began = monotonic()
+    until = _forking[this] = began + _WAIT_SECONDS
+    used: int | None = None
     is_done = False
     while not is_done:
         try:
             while busy := {*_depths} - _slow - {this}:
-                if monotonic() > until:
-                    _slow.update(busy)
+                if used is None:
+                    used = _cpu_ticks(busy)
+                if (now := monotonic()) > until:
+                    before, used = used, _cpu_ticks(busy)
+                    if used == before or now > began + _MAX_WAIT_SECONDS:
+                        _slow.update(busy)
+                    until = _forking[this] = now + _WAIT_SECONDS
                 sleep(_POLL_SECONDS)
             is_done = True
         except BaseException as interrupt:  # noqa: BLE001 - a signal handler's; Python drops it
             _interrupts[this] = interrupt
+
+
+def _cpu_ticks(threads: Iterable[int]) -> int:
+    """Return the CPU time that threads have used, or 0 where the kernel does not say."""
+    total = 0
+    for thread in threads:
+        with suppress(OSError, ValueError, IndexError):
+            # ID (NAME), and numbers from the third field on. The fields 14 and 15 are the times.
+            file = os.open(f"/proc/self/task/{_tasks.get(thread)}/stat", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                fields = os.read(file, 4096).rpartition(b")")[2].split()
+            finally:
+                os.close(file)
+            total += int(fields[11]) + int(fields[12])
+    return total
 
 
 def _after_in_parent() -> None:
@@ -148,7 +179,7 @@ def _after_in_parent() -> None:
 def _after_in_child() -> None:
     this = threading.get_ident()
     depth = _depths.get(this, 0)
-    for entries in (_depths, _slow, _forking, _interrupts):
+    for entries in (_depths, _tasks, _slow, _forking, _interrupts):
         entries.clear()
     _leave(depth)
     with suppress(OSError):  # nothing can be opened; the locks stay shared

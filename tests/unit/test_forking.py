@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from contextlib import contextmanager
 
 import pytest
@@ -62,7 +63,7 @@ def working(work, **options):
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch):
     """Clear the state that threads of earlier tests left, because it would delay forks."""
-    for name in ("_depths", "_slow", "_forking", "_interrupts"):
+    for name in ("_depths", "_tasks", "_slow", "_forking", "_interrupts"):
         monkeypatch.setattr(_forking, name, type(vars(_forking)[name])())
     yield
     assert depth() == 0
@@ -106,6 +107,23 @@ def test_fork_waits_once_for_a_block_that_does_not_end(monkeypatch):
         assert fork() == 0
         monkeypatch.setattr(_forking, "_WAIT_SECONDS", FOREVER)
         assert fork() == 0
+
+
+def test_fork_waits_longer_for_a_block_that_uses_cpu_time(monkeypatch):
+    """An import may take seconds on a busy host."""
+    lock = threading.Lock()
+
+    def work(begin):
+        with lock:
+            begin()
+            until(is_forking)
+            end = time.monotonic() + 1
+            while time.monotonic() < end:
+                pass
+
+    monkeypatch.setattr(_forking, "_WAIT_SECONDS", 0.4)
+    with working(work, delays_forks=True):
+        assert fork(lambda: lock.acquire(timeout=0) or os._exit(2)) == 0
 
 
 @pytest.mark.usefixtures("patient")
