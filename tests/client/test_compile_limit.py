@@ -130,7 +130,7 @@ else:
     outcome = run(code, "--max-compile-seconds", "500")
     assert outcome.returncode == 86
     assert outcome.stdout.split() == ["compiling", "1", "compiling", "2"]
-    assert "and the limit is 500 s" in outcome.stderr
+    assert "the limit is 500 s" in outcome.stderr
 
 
 def test_a_compilation_that_does_not_end_is_ended_and_those_before_are_published(run, hosts):

@@ -362,7 +362,8 @@ def test_two_processes_train_as_one_with_their_batches_together(start, tmp_path)
     with training.Checkpoints(tmp_path / "checkpoints") as checkpoints:
         last = checkpoints.load()
     assert last.step == 12
-    assert [sorted(place) for place in last.state["data"]] == [["batch", "data", "epoch"]] * 2
+    places = [sorted(place) for place in last.state["data"]]
+    assert places == [["batch", "data", "epoch", "generators"]] * 2
 
     alone = ("--steps=20", "--no-dropout", "--batch=8")
     whole = start(*alone, name="whole").finish()
