@@ -22,7 +22,7 @@ from graphstash.training.threads import DeviceExecutor, DeviceFuture, ExecutorCl
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["DeviceLoader", "InlineLoader", "map_leaves", "to_device"]
+__all__ = ["DeviceLoader", "InlineLoader", "tensors_in", "to_device"]
 
 _Batch = TypeVar("_Batch")
 
@@ -200,16 +200,24 @@ def to_device(batch: _Batch, device: "torch.device | str") -> _Batch:
     import torch
 
     device = torch.device(device)
-    tensors: dict[int, torch.Tensor] = {}
+    tensors = {id(each): each for each in tensors_in(batch) if each.device != device}
+    moved = dict(zip(tensors, _move(list(tensors.values()), device), strict=True))
+    return cast("_Batch", _map(lambda leaf: moved.get(id(leaf), leaf), batch))
+
+
+def tensors_in(batch: object) -> "list[torch.Tensor]":
+    """Return the tensors of a batch, each as often as it occurs, where `to_device` finds them."""
+    import torch
+
+    tensors: list[torch.Tensor] = []
 
     def collect(leaf: object) -> object:
-        if isinstance(leaf, torch.Tensor) and leaf.device != device:
-            tensors[id(leaf)] = leaf
+        if isinstance(leaf, torch.Tensor):
+            tensors.append(leaf)
         return leaf
 
-    map_leaves(collect, batch)
-    moved = dict(zip(tensors, _move(list(tensors.values()), device), strict=True))
-    return cast("_Batch", map_leaves(lambda leaf: moved.get(id(leaf), leaf), batch))
+    _map(collect, batch)
+    return tensors
 
 
 def _move(tensors: "list[torch.Tensor]", device: "torch.device") -> "list[torch.Tensor]":
@@ -222,18 +230,17 @@ def _move(tensors: "list[torch.Tensor]", device: "torch.device") -> "list[torch.
     return [tensor.to(device, non_blocking=device.type == "cuda") for tensor in tensors]
 
 
-def map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return a copy of a batch with a function's results in place of its leaves."""
+def _map(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, tuple | list):
-        parts = [map_leaves(function, part) for part in value]
+        parts = [_map(function, part) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if isinstance(value, MutableMapping):
         mapping = copy.copy(value)
-        mapping.update({key: map_leaves(function, value[key]) for key in value})
+        mapping.update({key: _map(function, value[key]) for key in value})
         return mapping
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         new = copy.copy(value)
         for field in dataclasses.fields(value):
-            object.__setattr__(new, field.name, map_leaves(function, getattr(value, field.name)))
+            object.__setattr__(new, field.name, _map(function, getattr(value, field.name)))
         return new
     return function(value)

@@ -12,22 +12,22 @@ from torch.utils import _pytree as pytree
 
 from graphstash.training.places import search
 
-__all__ = ["generators_in", "plain", "restore", "states_of"]
+__all__ = ["generators_in", "restore", "states_of", "with_tensors"]
 
 _log = logging.getLogger("graphstash")
 
-_MOST: Final = 10_000
-"""Objects that are searched, and a tenth of it the entries of a container: samples of a dataset
-have no generators.
-"""
+_MAX_OBJECTS: Final = 10_000
+"""Maximum number of objects to search."""
+
+_MAX_ENTRIES: Final = 1_000
+"""Maximum number of entries of a container to search. A larger container probably holds samples,
+which have no generators."""
 
 
 def generators_in(*holders: object) -> dict[str, Any]:
-    """Return the distinct generators of torch, NumPy and Python that objects reach.
+    """Return the generators of torch, NumPy and Python that objects reach, except global ones.
 
-    Their names are those of their places, with their kinds, and numbered.
-
-    Leaves out the global generators.
+    The name of a generator consists of its place, its kind and a number.
     """
     kinds: list[type] = [torch.Generator, random.Random]
     common: list[object] = [torch.default_generator, random._inst]
@@ -36,8 +36,8 @@ def generators_in(*holders: object) -> dict[str, Any]:
         common.append(numpy.random.mtrand._rand)
     found: dict[str, Any] = {}
     known = {*map(id, common)}
-    for place, each in search(holders, *kinds, most=_MOST, widest=_MOST // 10):
-        if id(each) in known or not _has_state(each):
+    for place, each in search(holders, *kinds, most=_MAX_OBJECTS, widest=_MAX_ENTRIES):
+        if id(each) in known or not _is_restorable(each):
             continue
         known.add(id(each))
         kind = type(getattr(each, "bit_generator", each)).__name__
@@ -65,15 +65,17 @@ def restore(generators: Mapping[str, Any], states: Mapping[str, Any]) -> None:
         )
 
 
-def plain(state: Any) -> Any:
+def with_tensors(state: Any) -> Any:
     """Return a state of NumPy with tensors in place of arrays."""
     if (numpy := sys.modules.get("numpy")) is None:
         return state
     return pytree.tree_map_only(numpy.ndarray, lambda a: torch.from_numpy(a.copy()), state)
 
 
-def _has_state(generator: Any) -> bool:
-    """Return whether a generator has no state of a form that only its class knows."""
+def _is_restorable(generator: Any) -> bool:
+    """Return whether `_set_state` can restore a generator. It does not know the states of Python's
+    subclasses, such as `SystemRandom`.
+    """
     return (
         not isinstance(generator, random.Random)
         or type(generator).getstate is random.Random.getstate
@@ -87,8 +89,8 @@ def _state_of(generator: Any) -> Any:
         version, words, gauss = generator.getstate()
         return version, torch.tensor(words), gauss
     if hasattr(generator, "bit_generator"):
-        return plain(generator.bit_generator.state)
-    return plain(generator.get_state(legacy=False))
+        return with_tensors(generator.bit_generator.state)
+    return with_tensors(generator.get_state(legacy=False))
 
 
 def _set_state(generator: Any, state: Any) -> None:

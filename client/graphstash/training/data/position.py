@@ -9,8 +9,9 @@ The generators that the data has of its own continue with their saved states. Tw
 cannot be repeated, so `DataPosition` watches for them and warns:
 
 * An iterable dataset, or a sampler of the user, and other code, such as a model with dropout, draw
-  in turn from one global generator. Loading the batches again draws other numbers. That changes
-  later batches if the dataset or the sampler keeps what it drew, as a shuffle buffer does.
+  in turn from one global generator. Loading the batches again draws other numbers. Later batches
+  differ if they depend on numbers that the dataset or the sampler drew for earlier ones. Those of a
+  shuffle buffer do.
 * A dataset draws in persistent workers. Only their first epoch begins with a known state.
 
 This module never reads a device: CUDA and torch_xla generators have their state on the host. For
@@ -32,7 +33,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from graphstash.errors import ConfigError
-from graphstash.training.data.generators import generators_in, plain, restore, states_of
+from graphstash.training.data.generators import generators_in, restore, states_of, with_tensors
 
 __all__ = [
     "DataPosition",
@@ -192,7 +193,7 @@ class DataPosition:
         batches = self._iterate()
         sampler = getattr(batches, "_sampler_iter", None)
         if self._watches_sampler and sampler is not None:
-            vars(batches)["_sampler_iter"] = self._alternation.watched(sampler)
+            vars(batches)["_sampler_iter"] = self._alternation.watch_sampler(sampler)
         return batches
 
     def _iterate(self) -> Iterator[Any]:
@@ -210,10 +211,10 @@ class DataPosition:
     def _why_inexact(self) -> str | None:
         if self._returned and self._alternation.found:
             return (
-                f"the data and other code, such as a model with dropout, draw in turn from the "
-                f"global generator of {self._alternation.found}, and the data may keep what it "
-                "drew, such as a shuffle buffer; let the dataset and samplers draw from generators "
-                "of their own"
+                "the data and other code, such as a model with dropout, draw in turn from the "
+                f"global generator of {self._alternation.found}, and a later batch may depend on "
+                "numbers that the data drew for an earlier one, as with a shuffle buffer; let the "
+                "dataset and samplers draw from generators of their own"
             )
         if self._epoch and self._drew_in_workers.item():
             return (
@@ -275,8 +276,8 @@ class _Alternation(AbstractContextManager[None]):
         self._before: dict[str, object] = {}
         self._last: dict[str, object] = {}
 
-    def watched(self, indices: Iterator[Any]) -> Iterator[Any]:
-        """Return the indices of a sampler, while watching what it draws."""
+    def watch_sampler(self, indices: Iterator[Any]) -> Iterator[Any]:
+        """Yield the indices of a sampler, and detect its draws."""
         while True:
             before = {} if self.found else _global_states()
             index = next(indices, self)
@@ -307,14 +308,16 @@ class _Watched:
     def __init__(self, collate: Callable[[Any], Any], drew: Tensor) -> None:
         self._collate = collate
         self._drew = drew
+        self._own: dict[str, Any] = {}
         self._last: dict[str, Any] | None = None
 
     def __call__(self, samples: Any) -> Any:
         batch = self._collate(samples)
         if not self._drew.item():
-            worker = get_worker_info()
-            own = generators_in(worker and worker.dataset, self._collate)
-            states = _global_states() | {"own": pickle.dumps(states_of(own))}
+            if self._last is None:  # once: a search of a large dataset takes 60 ms
+                worker = get_worker_info()
+                self._own = generators_in(worker and worker.dataset, self._collate)
+            states = _global_states() | {"own": pickle.dumps(states_of(self._own))}
             if self._last is not None and _changed(self._last, states):
                 self._drew.fill_(value=True)
             self._last = states
@@ -378,7 +381,7 @@ def host_random_state() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
     }
     if (numpy := sys.modules.get("numpy")) is not None:
-        state["numpy"] = plain(numpy.random.get_state(legacy=False))
+        state["numpy"] = with_tensors(numpy.random.get_state(legacy=False))
     return state
 
 

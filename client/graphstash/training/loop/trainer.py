@@ -30,7 +30,7 @@ from graphstash.training.data.batches import Batches
 from graphstash.training.data.device_loader import (
     DeviceLoader,
     InlineLoader,
-    map_leaves,
+    tensors_in,
     to_device,
 )
 from graphstash.training.data.generators import generators_in, restore, states_of
@@ -329,7 +329,8 @@ class _Run:
                     while len(batches) < self.options.accumulate:
                         batches.append(next(self.position))
                         self.loaded += len(batches) == 1
-                        tensors = _tensors(batches[-1])
+                        # Inference tensors have no version.
+                        tensors = [t for t in tensors_in(batches[-1]) if not t.is_inference()]
                         self._require_unchanged(waiting, tensors)
                         waiting += [(self.loaded, each, each._version) for each in tensors]
                     if remember and self._is_boundary(self.loaded):
@@ -343,8 +344,10 @@ class _Run:
     def _require_unchanged(
         self, waiting: list[tuple[int, Tensor, int]], tensors: list[Tensor]
     ) -> None:
-        """Raise if the data has written into earlier batches that the training still reads. The
-        training may also have written into those that it has taken.
+        """Raise if the data has written into earlier batches that the training still reads.
+
+        The training may write into batches that it has taken. A write into one of these counts as
+        the data's only if the data returns the same tensor again.
         """
         again = {*map(id, tensors)} if self.shares_batches else set()
         changed = [(step, each) for step, each, version in waiting if each._version != version]
@@ -479,18 +482,6 @@ class _Run:
                 event(callback)
             except StopTraining:
                 self.stop_requested = True
-
-
-def _tensors(batch: Any) -> list[Tensor]:
-    tensors: list[Tensor] = []
-
-    def collect(leaf: object) -> object:
-        if isinstance(leaf, Tensor) and not leaf.is_inference():  # those have no version
-            tensors.append(leaf)
-        return leaf
-
-    map_leaves(collect, batch)
-    return tensors
 
 
 _Loader = DeviceLoader[tuple[Any, ...]] | InlineLoader[tuple[Any, ...]]
