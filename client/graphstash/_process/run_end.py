@@ -20,7 +20,7 @@ from typing import Final, NoReturn
 
 from graphstash._process.run_name import RUN_VARIABLE
 
-__all__ = ["claim_end", "end_run", "supervise", "wait_for_end"]
+__all__ = ["claim_end", "end_run", "supervise"]
 
 _FILE_VARIABLE: Final = "_GRAPHSTASH_END"
 """Variable with the path of the run's status file, set in all its processes."""
@@ -43,34 +43,29 @@ _SI_KERNEL: Final = 0x80
 """`si_code` of a terminal's signal, such as Ctrl-C. The command also receives it."""
 
 
-def claim_end(status: int) -> bool:
-    """Claim the end of the run. Return False if another process was first: call `wait_for_end`."""
-    path = os.environ.get(_FILE_VARIABLE)
-    if path:
+def claim_end(status: int) -> None:
+    """Claim the end of the run. If another process was first, wait until `graphstash run` ends this
+    one, and exit with `status` after a time limit.
+    """
+    if path := os.environ.get(_FILE_VARIABLE):
         try:
             with Path(f"{path}.claim").open("x", encoding="ascii") as file:
                 file.write(str(status))
         except FileExistsError:
-            return False
+            time.sleep(_PATIENCE_SECONDS)
+            os._exit(status)
         except OSError:  # a file on another host, or removed: end this process only
-            return True
-    return True
+            pass
 
 
 def end_run(status: int) -> NoReturn:
-    """End the run and exit, from any thread. Call this only after `claim_end` returned True."""
+    """End the run and exit, from any thread. Call `claim_end` before."""
     with suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()
     if path := os.environ.get(_FILE_VARIABLE):
         with suppress(OSError):
             Path(f"{path}.claim").replace(path)
-    os._exit(status)
-
-
-def wait_for_end(status: int) -> NoReturn:
-    """Wait for `graphstash run` to end this process. Exit after the time limit."""
-    time.sleep(_PATIENCE_SECONDS)
     os._exit(status)
 
 

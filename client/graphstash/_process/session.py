@@ -243,8 +243,7 @@ class Session:
         from graphstash._process import run_end
 
         with self._ending:  # other threads that want to compile block here
-            if not run_end.claim_end(status):
-                run_end.wait_for_end(status)
+            run_end.claim_end(status)
             try:
                 print_to_stderr(f"graphstash: the job ends: {why}")
                 if not self._closed:
@@ -548,8 +547,7 @@ def _end_without_cache(why: str) -> NoReturn:
     from graphstash._compile.compile_limit import STATUS_NO_CACHE
     from graphstash._process import run_end
 
-    if not run_end.claim_end(STATUS_NO_CACHE):
-        run_end.wait_for_end(STATUS_NO_CACHE)
+    run_end.claim_end(STATUS_NO_CACHE)
     print_to_stderr(f"graphstash: the job ends: {why} ({_FAIL_ON_MISS})")
     run_end.end_run(STATUS_NO_CACHE)
 
