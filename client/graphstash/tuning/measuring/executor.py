@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, Self
+from typing import Any, Final, Generic, Protocol, Self
 
 from typing_extensions import TypeVar
 
@@ -13,7 +13,11 @@ from graphstash.tuning.measuring.measurement import Measurement, Method
 from graphstash.tuning.measuring.target import Target
 from graphstash.tuning.space import Value
 
-__all__ = ["Executor", "Job", "MakeExecutor", "Worker"]
+__all__ = ["MAX_TRIES", "Executor", "Job", "MakeExecutor", "Worker"]
+
+MAX_TRIES: Final = 2
+"""Maximum tries of a job whose worker ends from outside, by a signal or with its machine. The job
+itself may cause that."""
 
 
 @dataclass(eq=False)

@@ -19,7 +19,7 @@ from time import monotonic
 from typing import Any, Final
 
 from graphstash.errors import GraphstashError
-from graphstash.tuning.measuring.executor import Executor, Job, Worker
+from graphstash.tuning.measuring.executor import MAX_TRIES, Executor, Job, Worker
 from graphstash.tuning.measuring.measurement import Measurement
 from graphstash.tuning.measuring.process import EndedError, KilledError, MeasuringProcess
 from graphstash.tuning.space import Value
@@ -37,9 +37,6 @@ _HARMLESS: Final = frozenset({None, "compile", "cost"})
 _REPEATED: Final = frozenset({"run", "wrong", "memory", "crash"})
 """Failures that an earlier trial of the process may have caused. Repeating a timeout takes too
 long."""
-
-_MAX_TRIES: Final = 2
-"""Maximum tries of a job that something outside ends. The job itself may kill its guard."""
 
 
 class MeasuringError(GraphstashError):
@@ -103,7 +100,7 @@ class Pool(Executor[_Worker]):
             while worker in self._workers and (message := worker.process.receive()) is not None:
                 self._handle(worker, message)
         except KilledError as error:
-            if worker.job is not None and worker.job.tries < _MAX_TRIES:
+            if worker.job is not None and worker.job.tries < MAX_TRIES:
                 self._jobs.appendleft(worker.job)
                 self._end(worker)
             else:

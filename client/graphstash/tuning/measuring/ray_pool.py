@@ -17,7 +17,7 @@ from time import monotonic
 from typing import Any, Final
 
 from graphstash.errors import ConfigError
-from graphstash.tuning.measuring.executor import Executor, Job, Worker
+from graphstash.tuning.measuring.executor import MAX_TRIES, Executor, Job, Worker
 from graphstash.tuning.measuring.measurement import Measurement, Method
 from graphstash.tuning.measuring.pool import MeasuringError, Pool
 from graphstash.tuning.space import Value
@@ -48,9 +48,6 @@ _JOB_SECONDS: Final = 300.0
 
 _MAX_LOST: Final = 4
 """Number of workers lost without a result in between at which measuring fails."""
-
-_MAX_TRIES: Final = 2
-"""Maximum tries of a job. The job itself may be what crashes the machines."""
 
 
 class _Measurer:
@@ -195,7 +192,7 @@ class RayPool(Executor[_Worker]):
             raise MeasuringError(f"{_MAX_LOST} workers of Ray were lost in turn; the last: {brief}")
         if job is None:
             return
-        if job.tries < _MAX_TRIES:
+        if job.tries < MAX_TRIES:
             self._jobs.appendleft(job)
         else:
             self._done += job.fail("crash")
