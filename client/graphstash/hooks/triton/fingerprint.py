@@ -24,6 +24,7 @@ from triton.backends.compiler import GPUTarget
 from graphstash._compile.request import CompileRequest
 from graphstash.errors import CacheError, Reason
 from graphstash.hooks.environment import read_part, sample_of
+from graphstash.hooks.named_files import contents_of
 from graphstash.hooks.triton.replaced import globals_of
 from graphstash.hooks.triton.source import (
     compiled_for,
@@ -146,9 +147,7 @@ def libraries_of(options: Any) -> str:
     key of Triton 3.3 contains the paths of the libraries, not their contents.
     """
     libraries = dict(getattr(options, "extern_libs", None) or ())
-    return " ".join(
-        f"{name}={read_part(partial(_digest, Path(path)))}" for name, path in libraries.items()
-    )
+    return " ".join(f"{name}={contents_of(str(path))}" for name, path in libraries.items())
 
 
 def default_libraries(backend: str, arch: Any) -> str:
@@ -204,26 +203,13 @@ def _sample_of_ptxas(arch: int) -> str:
 
 
 def _sample(path: Path) -> str:
-    return _sample_of_version(path, *_version_of(path))
-
-
-def _digest(path: Path) -> str:
-    return _digest_of_version(path, *_version_of(path))
-
-
-def _version_of(path: Path) -> tuple[int, int, int]:
     status = path.stat()
-    return status.st_ino, status.st_mtime_ns, status.st_ctime_ns
+    return _sample_of_version(path, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
 
 
 @cache
 def _sample_of_version(path: Path, *_version: int) -> str:
     return sample_of(path)
-
-
-@cache
-def _digest_of_version(path: Path, *_version: int) -> str:
-    return sha256(path.read_bytes()).hexdigest()
 
 
 def _argument(function: Any, place: Any) -> str:
