@@ -78,13 +78,16 @@ class ListedArtifact(WireModel):
     size_bytes: Count = Field(description="of the blob, as uploaded (compressed)")
     created_at: AwareDatetime
     last_used_at: AwareDatetime = Field(description="lags by the accounting interval")
-    hits: Count = Field(description="lag by the accounting interval")
-    label: str = Field(default="", description="what its user calls it; shown, never trusted")
+    hits: Count = Field(
+        description="number of reads; the newest are missing for an accounting interval"
+    )
+    label: str = Field(default="", description="name that its user gave it; shown, never trusted")
     metadata: ArtifactMetadata | None = Field(
-        default=None, description="as the publisher sent it; its parts only with details"
+        default=None,
+        description="metadata as the publisher sent it; includes `parts` only with `details`",
     )
     description: Description | None = Field(
-        default=None, description="what it was compiled from; only with details"
+        default=None, description="inputs that the artifact was compiled from; only with `details`"
     )
 
 

@@ -332,7 +332,7 @@ def _cause_of_equal(nearest: Relative, missed: ArtifactKey, read: Sequence[Names
 
 
 def _cause_of_removal(removal: Removal) -> Cause:
-    """Return when an artifact was removed, and by whom if the server says so."""
+    """Return the cause for a removed artifact: the time, and who removed it if the server says."""
     done, brief = _REMOVED.get(removal.action, (printable(removal.action, most=32), ""))
     if removal.action == "evict" and removal.reason == "retention":
         done = "it has expired: evicted"
