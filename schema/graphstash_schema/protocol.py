@@ -87,7 +87,7 @@ PROBLEM_MEDIA_TYPE: Final = "application/problem+json"
 """Media type of every error body (RFC 9457)."""
 
 DEFAULT_MAX_ARTIFACT_BYTES: Final = 4 * 1024**3
-"""Default limit of a server. TPU executables reach hundreds of MB (docs/benchmarks.md)."""
+"""Default limit of a server. TPU executables reach hundreds of MB."""
 
 MAX_METADATA_BYTES: Final = 16 * 1024
 """Maximum size of an encoded `HEADER_METADATA` value. Servers and proxies limit all headers

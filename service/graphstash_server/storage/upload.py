@@ -113,7 +113,7 @@ class Incoming:
             LengthMismatchError: there are more bytes than announced.
         """
         # Hash and write each chunk in turn. Hashing all chunks first took at least a third more CPU
-        # time (docs/benchmarks.md), perhaps because the bytes had left the processor's cache.
+        # time (docs/benchmarks/server.md), perhaps because bytes had left the processor's cache.
         for chunk in chunks:
             self._hasher.update(chunk)
             if self._hasher.size_bytes > self._announced.size_bytes:

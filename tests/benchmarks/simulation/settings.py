@@ -1,6 +1,7 @@
 """The inputs of the model: a fleet, a deployment, and what each call costs.
 
-Costs come from docs/benchmarks.md. An input that was not measured says "assumed" with its source.
+Costs come from docs/benchmarks/server.md. An input that was not measured says "assumed" with its
+source.
 """
 
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ class Fleet:
     new: int = 2
     size_bytes: float = 1 * MIB
     """Mean size of an artifact. Assumed: 0.5 MiB for a whole job of torch.compile in
-    docs/benchmarks.md, 5 MB on the page for clusters."""
+    docs/benchmarks/compilers.md, 5 MB on the page for clusters."""
     compile_seconds: float = 60.0
     """Assumed: 72 minutes for 80 compilations on a TPU v6e-8 (pytorch/xla#9094)."""
     start_seconds: float = 30.0
