@@ -13,13 +13,16 @@ therefore removes temporary files of killed processes, but not files that are st
 The format is that of `torch.save`: a zip archive with a checksum for every tensor. `torch.load`
 ignores the checksums; `load` verifies them. A checkpoint contains plain data and no code.
 
-In a job with several processes, rank 0 saves and all ranks load.
+In a job with several processes, rank 0 saves and all ranks load. Two jobs must not save to one
+directory: each would remove the other's checkpoints, and resume from them. So the process that
+saves locks the directory until `close`.
 
     GraphstashError
     └── CheckpointError        writing failed, or no existing checkpoint can be read
 """
 
 import copy
+import errno
 import fcntl
 import logging
 import os
@@ -210,6 +213,13 @@ def _place(tensor: Tensor) -> Hashable:
     return address, tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 
 
+def _unusable(directory: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"{directory} cannot hold checkpoints: {error}; name a directory that can be created or "
+        "written"
+    )
+
+
 class CheckpointError(GraphstashError, RuntimeError):
     """A checkpoint could not be written, or no existing checkpoint can be read."""
 
@@ -224,7 +234,7 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of one run. Other files in the directory are not touched.
+    """The checkpoints of one run, and the file `.lock`. Other files are not touched.
 
     Args:
         directory: created if it does not exist.
@@ -242,11 +252,37 @@ class Checkpoints:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(
-                f"{self.directory} cannot hold checkpoints: {error.strerror}; name a directory "
-                "that exists or can be created"
-            ) from error
+            raise _unusable(self.directory, error) from error
         self._pool = WorkerPool("checkpoint", capacity=0)
+        self._lock: BinaryIO | None = None
+
+    def lock(self) -> None:
+        """Let no other process save to the directory until `close`, if its file system has locks.
+
+        `save` does this too. A killed process loses its lock. Further calls do nothing.
+
+        Raises:
+            ConfigError: another process saves to the directory, or it cannot be written.
+        """
+        if self._lock is not None:
+            return
+        try:
+            file = (self.directory / ".lock").open("ab")
+        except OSError as error:
+            raise _unusable(self.directory, error) from error
+        try:
+            # Not flock(): children of a killed process, such as workers of a loader, would hold
+            # the lock. Other objects of this process are not refused.
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in {errno.EACCES, errno.EAGAIN}:
+                file.close()
+                raise ConfigError(
+                    f"another process saves its checkpoints to {self.directory}, and each would "
+                    "resume from those of the other: wait until it has ended, or name another "
+                    "directory"
+                ) from None
+        self._lock = file
 
     def save(self, step: int, state: Mapping[str, Any]) -> DeviceFuture[Path]:
         """Copy the state to the host, and let a thread write it while training continues.
@@ -260,10 +296,11 @@ class Checkpoints:
 
         Raises:
             CheckpointError: an earlier checkpoint could not be written.
-            ConfigError: the state contains a value that a checkpoint cannot hold.
+            ConfigError: the state contains a value that a checkpoint cannot hold; or see `lock`.
         """
         if step < 0:
             raise ConfigError(f"step must be at least 0 (got {step})")
+        self.lock()
         self.wait()
         return self._pool.submit(self._write, step, to_host(state))
 
@@ -281,7 +318,12 @@ class Checkpoints:
         Raises:
             CheckpointError: the last write failed, and no earlier call has raised the error.
         """
-        self._pool.close()
+        try:
+            self._pool.close()
+        finally:
+            if self._lock is not None:
+                self._lock.close()
+                self._lock = None
 
     def __enter__(self) -> Self:
         return self

@@ -1,5 +1,6 @@
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import textwrap
@@ -21,7 +22,7 @@ from support.run_case import RUN_CASE, case_arguments
 
 
 def names(directory):
-    return sorted(path.name for path in directory.iterdir())
+    return sorted(path.name for path in directory.iterdir() if path.name != ".lock")
 
 
 def saved(directory, *steps, keep=3):
@@ -216,6 +217,41 @@ def test_arguments_out_of_range_are_refused(tmp_path):
         checkpoints.save(-1, {})
 
 
+SAVES = """
+    import os, sys, time
+    from graphstash.training.checkpoints import Checkpoints
+
+    checkpoints = Checkpoints(sys.argv[1])
+    checkpoints.save(7, {}).result()
+    if os.fork() == 0:  # as a worker of a loader, it ends some time after a killed parent
+        print("saved", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_directory_to_which_another_process_saves_is_refused_until_it_ends(tmp_path):
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(SAVES), tmp_path],
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        ) as job,
+        Checkpoints(tmp_path, keep=1) as checkpoints,
+    ):
+        try:
+            assert job.stdout.readline() == b"saved\n"
+            assert checkpoints.load().step == 7
+            with pytest.raises(GraphstashError, match="another process saves its checkpoints to"):
+                checkpoints.save(8, {})
+            assert names(tmp_path) == ["step-00000007.pt"]
+            job.kill()
+            job.wait()
+            checkpoints.save(8, {}).result()
+            assert names(tmp_path) == ["step-00000008.pt"]
+        finally:
+            os.killpg(job.pid, signal.SIGKILL)
+
+
 def test_one_copy_is_in_memory_at_a_time(tmp_path, monkeypatch):
     events = []
 
@@ -300,7 +336,7 @@ def test_file_removed_before_it_was_locked_is_created_again(tmp_path, monkeypatc
 
     def flock(file, operation):
         if not taken:
-            taken.extend(tmp_path.iterdir())
+            taken.extend(tmp_path.glob(".step-*"))
             taken[0].unlink()
 
     monkeypatch.setattr(checkpoint.fcntl, "flock", flock)

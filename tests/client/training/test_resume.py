@@ -273,6 +273,14 @@ def test_unsavable_state_is_refused_before_first_step(tmp_path, make_model, stat
     assert not seen.entries
 
 
+def test_directory_without_write_access_is_refused_before_first_step(tmp_path):
+    (tmp_path / ".lock").mkdir()  # as root, a test may write to every directory
+    seen = Seen()
+    with pytest.raises(ConfigError, match=r"cannot hold checkpoints: .*\.lock"):
+        run(5, checkpoints=tmp_path, callbacks=[seen])
+    assert not seen.entries
+
+
 @pytest.fixture
 def start(jobs, tmp_path):
     """Return a function that starts the training job, which writes its losses to a file."""

@@ -107,7 +107,11 @@ class _Run:
         """The optimizer, if it evaluates averaged parameters (Schedule-Free)."""
 
     def resume(self) -> None:
-        found = self.checkpoints.load() if self.checkpoints is not None else None
+        if self.checkpoints is None:
+            return
+        if self.parallel.is_first:
+            self.checkpoints.lock()
+        found = self.checkpoints.load()
         if found is None:
             to_host(self._state())  # raises before the first step if state cannot be saved
             return
