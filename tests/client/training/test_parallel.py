@@ -37,8 +37,27 @@ def test_processes_share_values_and_detect_disagreement(reports):
     assert first["gathered"] == second["gathered"] == [{"rank": 0}, {"rank": 1}]
     assert one["gathered"] == [{"rank": 0}]
     assert first["error"] == second["error"]
-    assert "the rank differs between processes (by rank: [0, 1])" in first["error"]
+    assert "the rank differs between processes (by rank: 0, 1)" in first["error"]
     assert one["error"] == ""
+
+
+def test_training_with_other_arguments_is_refused_in_every_process(ranks):
+    first, second = ranks(2).run("parallel:disagreements")
+    assert first == second
+    assert first == {
+        "lr": "lr of group 0 differs between processes (by rank: 0.1, 0.2)",
+        "clip_norm": "clip_norm differs between processes (by rank: 1.0, 2.0)",
+        "accumulate": "accumulate differs between processes (by rank: 1, 2)",
+        "steps": "steps differs between processes (by rank: 4, 5)",
+        "log_every": "the set of logging boundaries differs between processes (by rank: "
+        "([2], True), ([3], True))",
+        "evaluate_every": "the set of logging boundaries differs between processes (by rank: "
+        "([2], True), ([2, 3], True))",
+        "checkpoints": "checkpoint_every differs between processes (by rank: None, 1000)",
+        "schedule": "the schedule's step_size differs between processes (by rank: 3, 4)",
+        "loss_scale": "the loss scale's growth_interval differs between processes (by rank: 5, 6)",
+        "evaluate on the first": "",
+    }
 
 
 def test_single_process_reduces_nothing():

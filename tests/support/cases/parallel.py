@@ -4,7 +4,7 @@ import os
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, distributed, nn
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn import functional
@@ -12,6 +12,7 @@ from torch.nn import functional
 from graphstash.training.data.batches import Batches
 from graphstash.training.device import upload
 from graphstash.training.loop.parallel import DistributedXla, Parallel
+from graphstash.training.loop.trainer import train
 from graphstash.training.optimizers import AdamW
 from graphstash.training.optimizers.gradients import LossScale
 from support.cases.ranks import error_of
@@ -23,14 +24,14 @@ BAD = (2, 5)
 
 def on_gloo() -> dict[str, Any]:
     parallel = Parallel.current(torch.device("cpu"))
-    parallel.require_same("steps", STEPS)
+    parallel.require_same({"steps": STEPS})
     return {
         "rank": [parallel.rank, parallel.world, parallel.is_first],
         "kind": type(parallel).__name__,
         "gathered": parallel.gather({"rank": parallel.rank}),
         "with inf": trained(parallel, accumulate=1, bad=BAD),
         "accumulated": trained(parallel, accumulate=3, bad=()),
-        "error": error_of(lambda: parallel.require_same("the rank", parallel.rank)),
+        "error": error_of(lambda: parallel.require_same({"the rank": parallel.rank})),
     }
 
 
@@ -79,6 +80,46 @@ def trained(parallel: Parallel, *, accumulate: int, bad: tuple[int, ...]) -> dic
         "state": [tensor.tolist() for tensor in optimizer.device_tensors()],
         "scales": scales,
     }
+
+
+def disagreements() -> dict[str, str]:
+    """Return by argument why training with another value in each process is refused."""
+    return {
+        "lr": refusal(lr=(0.1, 0.2)),
+        "clip_norm": refusal(clip_norm=(1.0, 2.0)),
+        "accumulate": refusal(accumulate=(1, 2)),
+        "steps": refusal(steps=(4, 5)),
+        "log_every": refusal(log_every=(2, 3)),
+        "evaluate_every": refusal(log_every=(2, 2), evaluate_every=(4, 3)),
+        "checkpoints": refusal(checkpoints=(None, "checkpoints")),
+        "schedule": refusal(step_size=(3, 4)),
+        "loss_scale": refusal(growth_interval=(5, 6)),
+        # A process that does not evaluate waits for no other one.
+        "evaluate on the first": refusal(evaluate=(lambda _: {}, None), log_every=(2, 2)),
+    }
+
+
+def refusal(**by_rank: tuple[Any, Any]) -> str:
+    rank = distributed.get_rank()
+    options = {"evaluate": lambda _: {}} | {name: each[rank] for name, each in by_rank.items()}
+    model = nn.Linear(8, 1)
+    optimizer = AdamW(model.parameters(), lr=options.pop("lr", 0.1))
+    step_size, growth_interval = options.pop("step_size", None), options.pop("growth_interval", 9)
+    if step_size is not None:
+        options["schedule"] = torch.optim.lr_scheduler.StepLR(optimizer, step_size)
+    options["loss_scale"] = LossScale(8.0, growth_interval=growth_interval)
+    data = Batches((torch.randn(24, 8), torch.randn(24, 1)), 4, rank=rank, world=2)
+    error = error_of(
+        lambda: train(
+            model, optimizer, data, loss=mean_error, progress=False, **{"steps": 4, **options}
+        )
+    )
+    return error.removeprefix("ConfigError: ").partition(";")[0]
+
+
+def mean_error(model: nn.Module, batch: Any) -> Tensor:
+    inputs, outputs = batch
+    return functional.mse_loss(model(inputs), outputs)
 
 
 def on_torch_xla() -> None:

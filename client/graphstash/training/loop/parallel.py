@@ -20,8 +20,9 @@ torch_xla, at least up to 2.7, cannot reduce on its CPU device: each virtual dev
 """
 
 import io
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from reprlib import repr as short
 from typing import Any
 
 import torch
@@ -110,18 +111,21 @@ class Parallel:
         """Return the values of all processes, by rank. Waits for all processes."""
         return [value]
 
-    def require_same(self, name: str, value: Any) -> None:
-        """Check that all processes have the same value. Waits for all processes.
+    def require_same(self, values: Mapping[str, Any]) -> None:
+        """Check that all processes have the same values. Waits for all processes.
 
         Raises:
-            ConfigError: in every process, if the values differ.
+            ConfigError: in every process, if a value differs. The message contains its name.
         """
-        values = self.gather(value)
-        if any(other != values[0] for other in values):
-            raise ConfigError(
-                f"{name} differs between processes (by rank: {values}); start them with the same "
-                "arguments, and let them read the same directories"
-            )
+        everywhere = self.gather(dict(values))
+        for name in dict.fromkeys(name for each in everywhere for name in each):
+            by_rank = [each.get(name) for each in everywhere]
+            if any(other != by_rank[0] for other in by_rank):
+                given = ", ".join(map(short, by_rank))
+                raise ConfigError(
+                    f"{name} differs between processes (by rank: {given}); "
+                    "start them with the same arguments, and let them read the same directories"
+                )
 
 
 class DistributedTorch(Parallel):

@@ -1,4 +1,4 @@
-"""Compare a run with the checkpoint that it resumes from.
+"""Compare a run with the checkpoint that it resumes from, and the processes of a job.
 
 A checkpoint records the run that made it:
 
@@ -17,7 +17,7 @@ from contextlib import suppress
 from reprlib import repr as short
 from typing import Any, Final
 
-from torch import nn
+from torch import Tensor, nn
 
 from graphstash.errors import ConfigError
 from graphstash.training.checkpoints import Checkpoint
@@ -25,7 +25,7 @@ from graphstash.training.data.batches import Batches
 from graphstash.training.data.position import generators_of
 from graphstash.training.loop.training_step import Options, Stateful
 
-__all__ = ["record", "require_same", "state_of", "warn_of_changes"]
+__all__ = ["common_arguments", "record", "require_same", "state_of", "warn_of_changes"]
 
 _log = logging.getLogger("graphstash")
 
@@ -48,6 +48,43 @@ def record(options: Options) -> dict[str, Any]:
         "sizes": _settings(options),
         "seeds": _seeds(options.data),
     }
+
+
+def common_arguments(options: Options) -> dict[str, Any]:
+    """Return the arguments that all processes of a job must have in common.
+
+    With others, the processes would wait for each other in different steps, or train to different
+    parameters.
+    """
+    groups = options.optimizer.param_groups
+    schedule = _constants(state_of(options.schedule), "the schedule's")
+    numbers = {name: each for name, each in schedule.items() if isinstance(each, (int, float, str))}
+    names = ("steps", "precision", "clip_norm", "clip_value")
+    return {
+        **_arguments(options),
+        **{name: getattr(options, name) for name in names},
+        "checkpoint_every": None if options.checkpoints is None else options.checkpoint_every,
+        "the set of logging boundaries": _boundaries(options),
+        "the order of the optimizer's parameters": _names(options.model, groups),
+        **_rates({"param_groups": groups}),
+        **numbers,
+        **_constants(state_of(options.loss_scale), "the loss scale's"),
+    }
+
+
+def _boundaries(options: Options) -> tuple[list[int], bool]:
+    """Return the fewest intervals that give all boundaries, and whether the last step is one."""
+    intervals = {options.log_every}
+    if options.evaluate is not None and options.evaluate_every is not None:
+        intervals.add(options.evaluate_every)
+    if options.checkpoints is not None:
+        intervals.add(options.checkpoint_every)
+    fewest = {each for each in intervals if [each % other for other in intervals].count(0) == 1}
+    ends = options.evaluate is not None or options.checkpoints is not None
+    return (
+        sorted(each for each in fewest if each <= options.steps),
+        ends or any(options.steps % each == 0 for each in fewest),
+    )
 
 
 def require_same(found: Checkpoint, options: Options) -> None:
@@ -159,7 +196,8 @@ def _rates(optimizer: Mapping[str, Any]) -> dict[str, object]:
         for name, value in group.items():
             if name in {"params", "lr", "initial_lr"} | scheduled:
                 continue
-            if isinstance(value, (int, float, tuple)):
+            is_plain = isinstance(value, tuple) and not any(isinstance(v, Tensor) for v in value)
+            if is_plain or isinstance(value, (int, float)):
                 found[f"{name} of group {number}"] = value
         if "lr" in group:
             found[f"lr of group {number}"] = float(group.get("initial_lr", group["lr"]))

@@ -53,6 +53,7 @@ from graphstash.training.loop.events import (
 )
 from graphstash.training.loop.parallel import Parallel
 from graphstash.training.loop.resuming import (
+    common_arguments,
     record,
     require_same,
     state_of,
@@ -112,6 +113,7 @@ class _Run:
         if self.parallel.is_first:
             self.checkpoints.lock()
         found = self.checkpoints.load()
+        self.parallel.require_same({"the checkpoint to resume": found and found.path.name})
         if found is None:
             to_host(self._state())  # raises before the first step if state cannot be saved
             return
@@ -619,10 +621,11 @@ def train(options: Options) -> TrainingResult:  # noqa: D417 - documents the fie
             stack.callback(bar.close)
             shown.append(bar)
         run = _Run(options, parallel, (*shown, *options.callbacks))
+        if parallel.world > 1:  # it reads the loss scale on the device
+            parallel.require_same(common_arguments(options))
         if options.checkpoints is not None:
             run.checkpoints = stack.enter_context(
                 Checkpoints(options.checkpoints, keep=options.keep)
             )
             run.resume()
-        parallel.require_same("the first step", run.done)
         return run.loop()
