@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
 from graphstash import ConfigError, training
 from support.jobs import TRAIN_JOB, losses_of, until_step
@@ -189,18 +189,21 @@ def drawing_evaluation(model):
     [(0, 1, 4), (3, 1, 5), (0, 2, 5), (3, 2, 4), (0, 3, 4), (3, 3, 5)],
 )
 def test_run_resumes_exactly_from_any_step(tmp_path, ahead, checkpoint_every, stop):
-    def losses_of(steps, **options):
+    def losses_of(steps, strategy="linear", **options):
+        model, optimizer, _ = problem()
+        options["schedule"] = SWALR(optimizer, 0.001, 9, strategy)
         inputs = torch.randn(24, 4, generator=torch.Generator().manual_seed(5))
         samples = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
         data = torch.utils.data.DataLoader(samples, batch_size=4, shuffle=True)
         options |= {"ahead": ahead, "evaluate": drawing_evaluation, "evaluate_every": 2}
-        return run(steps, of=(*problem()[:2], data), **options)[0].losses
+        return run(steps, of=(model, optimizer, data), **options)[0].losses
 
     whole = losses_of(12)
+    assert whole != losses_of(12, "cos")
     saving = {"checkpoints": tmp_path, "checkpoint_every": checkpoint_every}
     first = losses_of(stop, log_every=1, **saving)
     torch.manual_seed(77)
-    rest = losses_of(12, log_every=3, **saving)
+    rest = losses_of(12, "cos", log_every=3, **saving)  # the checkpoint's strategy continues
     assert first + rest == whole
 
 

@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import (
     OneCycleLR,
     SequentialLR,
 )
+from torch.optim.swa_utils import SWALR
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler, TensorDataset
 
 from graphstash import ConfigError
@@ -37,6 +38,11 @@ def in_two_steps(optimizer, total):
 
 def linear_and_constant(optimizer, total):
     parts = [LinearLR(optimizer, total_iters=3), ConstantLR(optimizer, total_iters=total)]
+    return SequentialLR(optimizer, parts, [3])
+
+
+def averaging(optimizer, total, **options):
+    parts = [LinearLR(optimizer, total_iters=3), SWALR(optimizer, 0.01, total, **options)]
     return SequentialLR(optimizer, parts, [3])
 
 
@@ -160,6 +166,11 @@ def run(
             {"schedule": partial(power, base=0.5)},
             "lr_lambdas=[{'base': 0.9}], but this run has [{'base': 0.5}]",
         ),
+        (
+            {"schedule": averaging},
+            {"schedule": partial(averaging, anneal_strategy="linear")},
+            "anneal_func (schedule 1 in it)='_cosine_anneal', but this run has '_linear_anneal'",
+        ),
         ({}, {"training": {"clip_norm": 1.0}}, "clip_norm=None; this run resumes with 1.0"),
         ({}, {"training": {"clip_value": 1.0}}, "clip_value=None; this run resumes with 1.0"),
         ({}, {"training": {"precision": "bf16"}}, "precision='fp32'; this run resumes with 'bf16'"),
@@ -209,7 +220,7 @@ def test_a_resumed_run_warns_of_a_changed_argument(usual, changed, words, tmp_pa
     assert [words in record.getMessage() for record in caplog.records] == [True]
 
 
-SCHEDULES = [linear, linear_and_cosine, in_two_steps, one_cycle, cyclic, power]
+SCHEDULES = [linear, linear_and_cosine, in_two_steps, one_cycle, cyclic, power, averaging]
 LOADERS = [seeded, by_batches, Batches]
 
 

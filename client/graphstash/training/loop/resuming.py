@@ -14,10 +14,12 @@ checkpoint. A run that was started with other values is told so.
 import logging
 from collections.abc import Iterable, Mapping, Sized
 from contextlib import suppress
+from inspect import isfunction
 from reprlib import repr as short
 from typing import Any, Final
 
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ChainedScheduler, SequentialLR
 
 from graphstash.errors import ConfigError
 from graphstash.training.checkpoints import Checkpoint
@@ -25,12 +27,22 @@ from graphstash.training.data.batches import Batches
 from graphstash.training.data.position import generators_of
 from graphstash.training.loop.training_step import Options, Stateful
 
-__all__ = ["common_arguments", "record", "require_same", "state_of", "warn_of_changes"]
+__all__ = [
+    "common_arguments",
+    "load_schedule",
+    "record",
+    "require_same",
+    "schedule_state",
+    "state_of",
+    "warn_of_changes",
+]
 
 _log = logging.getLogger("graphstash")
 
 _CHANGING: Final = frozenset({"last_epoch", "T_cur", "T_i", "scale"})
 """Numbers of a schedule or a loss scale that change with each step."""
+
+_COMPOSED: Final = (ChainedScheduler, SequentialLR)
 
 _OF_LOADER: Final = ("drop_last", "num_workers")
 
@@ -38,6 +50,40 @@ _OF_LOADER: Final = ("drop_last", "num_workers")
 def state_of(part: Stateful | None) -> dict[str, Any] | None:
     """Return the state of an object, or None without an object."""
     return None if part is None else dict(part.state_dict())
+
+
+def schedule_state(schedule: Any) -> dict[str, Any] | None:
+    """Return the state of a schedule, or None without one. Its own functions, as SWALR has one, are
+    replaced by their names: a checkpoint contains no code.
+    """
+    if schedule is None:
+        return None
+    state = dict(schedule.state_dict())
+    for name, value in state.items():
+        function = value.__name__ if isfunction(value) else ""
+        if function and getattr(schedule, function, None) is value:
+            state[name] = function
+    if isinstance(schedule, _COMPOSED):
+        state["_schedulers"] = list(map(schedule_state, schedule._schedulers))
+    return state
+
+
+def load_schedule(schedule: Any, state: dict[str, Any]) -> None:
+    """Restore a result of `schedule_state`."""
+    schedule.load_state_dict(_with_functions(schedule, state))
+
+
+def _with_functions(schedule: Any, state: dict[str, Any]) -> dict[str, Any]:
+    own = vars(schedule)
+    new = {
+        name: getattr(schedule, value)
+        if isinstance(value, str) and isfunction(own.get(name))
+        else value
+        for name, value in state.items()
+    }
+    if isinstance(schedule, _COMPOSED):
+        new["_schedulers"] = list(map(_with_functions, schedule._schedulers, new["_schedulers"]))
+    return new
 
 
 def record(options: Options) -> dict[str, Any]:
@@ -57,7 +103,7 @@ def common_arguments(options: Options) -> dict[str, Any]:
     parameters.
     """
     groups = options.optimizer.param_groups
-    schedule = _constants(state_of(options.schedule), "the schedule's")
+    schedule = _constants(schedule_state(options.schedule), "the schedule's")
     numbers = {name: each for name, each in schedule.items() if isinstance(each, (int, float, str))}
     names = ("steps", "precision", "clip_norm", "clip_value")
     return {
@@ -113,8 +159,8 @@ def warn_of_changes(found: Checkpoint, options: Options) -> None:
     state = found.state
     restored = (
         (_rates(state["optimizer"]), _rates(options.optimizer.state_dict())),
-        _both("schedule", state, options.schedule),
-        _both("loss_scale", state, options.loss_scale),
+        _both("schedule", state, schedule_state(options.schedule)),
+        _both("loss_scale", state, state_of(options.loss_scale)),
         (state.get("seeds", {}), _seeds(options.data)),
     )
     for then, now in restored:
@@ -137,10 +183,10 @@ def _differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _both(
-    name: str, state: Mapping[str, Any], part: Stateful | None
+    name: str, state: Mapping[str, Any], part: Mapping[str, Any] | None
 ) -> tuple[dict[str, object], dict[str, object]]:
     owner = f"the {name.replace('_', ' ')}'s"
-    return _constants(state[name], owner), _constants(state_of(part), owner)
+    return _constants(state[name], owner), _constants(part, owner)
 
 
 def _arguments(options: Options) -> dict[str, Any]:

@@ -54,8 +54,10 @@ from graphstash.training.loop.events import (
 from graphstash.training.loop.parallel import Parallel
 from graphstash.training.loop.resuming import (
     common_arguments,
+    load_schedule,
     record,
     require_same,
+    schedule_state,
     state_of,
     warn_of_changes,
 )
@@ -121,9 +123,10 @@ class _Run:
         require_same(found, self.options)
         warn_of_changes(found, self.options)
         self._load_weights(state["model"], state["optimizer"])
-        for name in ("schedule", "loss_scale"):
-            if (part := getattr(self.options, name)) is not None:
-                part.load_state_dict(state[name])
+        if self.options.schedule is not None:
+            load_schedule(self.options.schedule, state["schedule"])
+        if self.options.loss_scale is not None:
+            self.options.loss_scale.load_state_dict(state["loss_scale"])
         for name, part in self.options.stateful.items():
             part.load_state_dict(state["stateful"][name])
         if self.options.reduce is not None:
@@ -469,7 +472,7 @@ class _Run:
             **record(self.options),
             "model": whole(self.options.model.state_dict()),
             "optimizer": whole(self.options.optimizer.state_dict()),
-            "schedule": state_of(self.options.schedule),
+            "schedule": schedule_state(self.options.schedule),
             "loss_scale": state_of(self.options.loss_scale),
             "stateful": {name: state_of(part) for name, part in self.options.stateful.items()},
             "reduce": state_of(self.options.reduce),
