@@ -60,6 +60,12 @@ def test_training_with_other_arguments_is_refused_in_every_process(ranks):
     }
 
 
+def test_all_processes_raise_what_one_finds_in_the_directory(ranks, tmp_path):
+    (tmp_path / ".lock").mkdir()  # only the first process locks
+    for message in ranks(2).run("parallel:refusal", checkpoints=[str(tmp_path)] * 2):
+        assert "cannot hold checkpoints" in message, message
+
+
 def test_single_process_reduces_nothing():
     parallel = Parallel.current(CPU)
     model = nn.Linear(2, 1)

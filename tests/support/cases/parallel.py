@@ -1,6 +1,7 @@
 """A small model, trained as one process of several or as the only one."""
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -99,7 +100,7 @@ def disagreements() -> dict[str, str]:
     }
 
 
-def refusal(**by_rank: tuple[Any, Any]) -> str:
+def refusal(**by_rank: Sequence[Any]) -> str:
     rank = distributed.get_rank()
     options = {"evaluate": lambda _: {}} | {name: each[rank] for name, each in by_rank.items()}
     model = nn.Linear(8, 1)

@@ -24,8 +24,14 @@ from typing import Any, Literal, ParamSpec, Self, TypeVar
 import torch
 from torch import Tensor
 
-from graphstash.errors import ConfigError
-from graphstash.training.checkpoints import Checkpoint, Checkpoints, to_host, whole
+from graphstash.errors import ConfigError, GraphstashError
+from graphstash.training.checkpoints import (
+    Checkpoint,
+    CheckpointError,
+    Checkpoints,
+    to_host,
+    whole,
+)
 from graphstash.training.data.batches import Batches
 from graphstash.training.data.device_loader import (
     DeviceLoader,
@@ -110,12 +116,7 @@ class _Run:
         """The optimizer, if it evaluates averaged parameters (Schedule-Free)."""
 
     def resume(self) -> None:
-        if self.checkpoints is None:
-            return
-        if self.parallel.is_first:
-            self.checkpoints.lock()
-        found = self.checkpoints.load()
-        self.parallel.require_same({"the checkpoint to resume": found and found.path.name})
+        found = self._newest()
         if found is None:
             to_host(self._state())  # raises before the first step if state cannot be saved
             return
@@ -135,6 +136,27 @@ class _Run:
         for element in (*self.elements, self.step.log):
             settle(State([element]).tensors())
         self.done = self.logged = self.saved = found.step
+
+    def _newest(self) -> Checkpoint | None:
+        """Lock the directory, and return its newest checkpoint. An error is raised in every
+        process: none may wait for a process that has failed.
+        """
+        if self.checkpoints is None:
+            return None
+        found, failure = None, None
+        try:
+            if self.parallel.is_first:
+                self.checkpoints.lock()
+            found = self.checkpoints.load()
+        except GraphstashError as error:
+            failure = error
+        failures = self.parallel.gather(None if failure is None else str(failure))
+        if failure is not None:
+            raise failure
+        if message := next(filter(None, failures), None):
+            raise CheckpointError(message)
+        self.parallel.require_same({"the checkpoint to resume": found and found.path.name})
+        return found
 
     def _load_position(self, found: Checkpoint) -> None:
         """Restore data position and generators. Another number of processes may have saved them."""
