@@ -143,7 +143,7 @@ async def test_first_attempt_of_repeated_deletion_deletes_nothing_published_sinc
         assert await one.put(b"blob", 1)
         hold_deletion(proxy)
         assert await one.context.artifacts.delete(key_of(1), actor=ACTOR)
-        assert await one.context.collector.pending_bytes(patience_seconds=60) == 0
+        assert await one.context.collector.wait_for_deletions(60) == 0
         assert proxy.count("DELETE") == 2
         assert objects(s3, bucket) == []
 

@@ -39,7 +39,7 @@ _LOGGER = logging.getLogger(__name__)
 _ATTEMPTS = 4
 """Attempts to make room. Other writers, and a database on the same disk, may take it first."""
 
-_PATIENCE_SECONDS = 1.0
+_PATIENCE_SECONDS = 5.0
 
 _MAX_STEP_BYTES = 16 * CHUNK_BYTES
 
@@ -226,9 +226,9 @@ class Allocator:
         if excess.namespace is not None:
             return
         await self.collector.collect_marked()
-        # Blobs that other servers are deleting still take room. If they stay, because their server
-        # died, evict more artifacts.
-        pending = await self.collector.pending_bytes(patience_seconds=_PATIENCE_SECONDS)
+        # Blobs that others are deleting still take room. If they stay, because their server died,
+        # evict more artifacts.
+        pending = await self.collector.wait_for_deletions(_PATIENCE_SECONDS)
         if pending:
             evicted += await self._evict(allocation, excess, max(goal_bytes - pending, 0))
             await self.collector.collect_marked()

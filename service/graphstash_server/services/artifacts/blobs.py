@@ -80,6 +80,7 @@ class BlobCollector:
 
     def __post_init__(self) -> None:
         self._uploading: Counter[str] = Counter()
+        self._collections = 0
 
     @contextmanager
     def uploading(self, digest: Digest) -> Iterator[None]:
@@ -91,6 +92,14 @@ class BlobCollector:
             self._uploading[digest.sha256] -= 1
             if not self._uploading[digest.sha256]:
                 del self._uploading[digest.sha256]
+
+    @contextmanager
+    def _collecting(self) -> Iterator[None]:
+        self._collections += 1
+        try:
+            yield
+        finally:
+            self._collections -= 1
 
     async def settle(self, digest: Digest) -> bool:
         """Remove the mark of a blob before it is uploaded. Wait while a server deletes it.
@@ -137,6 +146,10 @@ class BlobCollector:
         Raises:
             ServerError: 503 if the store did not delete all of them.
         """
+        with self._collecting():
+            return await self._collect_all(digests, only_marked=only_marked)
+
+    async def _collect_all(self, digests: Collection[Digest], *, only_marked: bool) -> set[Digest]:
         deleted: set[Digest] = set()
         failure: ServerError | None = None
         chosen = sorted(set(digests), key=str)
@@ -167,6 +180,10 @@ class BlobCollector:
         Raises:
             ServerError: 503 if the store did not delete all of them. They stay marked.
         """
+        with self._collecting():
+            return await self._collect_marked()
+
+    async def _collect_marked(self) -> int:
         deleted = 0
         failure: ServerError | None = None
         patience = self.clock() + _CLAIM  # then the claims of failed blobs end
@@ -202,14 +219,19 @@ class BlobCollector:
             await asyncio.sleep(_SETTLE_SECONDS)
         return deleted
 
-    async def pending_bytes(self, *, patience_seconds: float = 0.0) -> int:
-        """Return the total size of marked blobs; wait up to `patience_seconds` until it is 0."""
+    async def wait_for_deletions(self, seconds: float) -> int:
+        """Wait until no blob is marked. Return the total size of the marked blobs that are left.
+
+        Wait for `seconds`, or for 15 if this process is deleting blobs: unlike another server, it
+        is known to be alive.
+        """
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + patience_seconds
+        start = loop.time()
         while True:
             async with self.database.reading() as connection:
                 pending = await pending_bytes(connection)
-            if not pending or loop.time() >= deadline:
+            patience = max(seconds, _DELETE_SECONDS) if self._collections else seconds
+            if not pending or loop.time() - start >= patience:
                 return pending
             await asyncio.sleep(_SETTLE_SECONDS)
 
