@@ -33,8 +33,7 @@ from support.api import DEVICE
 from support.changes import execute
 from support.http_server import Answer
 from support.regions import envelope
-from support.services import opener, upload_of
-from support.stores import DAY
+from support.services import DAY, opener, upload_of
 from support.waiting import until
 
 pytestmark = pytest.mark.anyio

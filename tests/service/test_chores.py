@@ -15,18 +15,12 @@ from graphstash_server.db.tables import usage
 from graphstash_server.errors import DigestMismatchError, ServerError
 from graphstash_server.services.maintenance import reconciler, schedule
 from graphstash_server.testing.stores import as_chunks
-from support.services import ACTOR, key_of, upload_of
+from support.services import ACTOR, DAY, HOUR, TEAM, key_of, upload_of
 from support.statements import recorded
-from support.stores import DAY, HOUR, TEAM, opener_of_stores
 
 pytestmark = pytest.mark.anyio
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
-
-
-@pytest.fixture
-def opened(opened):
-    return opener_of_stores(opened)
 
 
 @pytest.mark.sql

@@ -18,16 +18,10 @@ from graphstash_server.errors import ServerError
 from graphstash_server.services.artifacts import allocation, blobs, service
 from graphstash_server.storage import TieredBlobStore
 from graphstash_server.testing.stores import as_chunks
-from support.services import ACTOR, ServiceClient, key_of, upload_of
-from support.stores import TEAM, opener_of_stores
+from support.services import ACTOR, TEAM, ServiceClient, key_of, upload_of
 from support.waiting import until
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def opened(opened):
-    return opener_of_stores(opened)
 
 
 class Stopped(BaseException):

@@ -16,15 +16,9 @@ from graphstash_server.services.artifacts.eviction import Planned
 from graphstash_server.storage.base import CHUNK_BYTES
 from graphstash_server.testing import MemoryBlobStore
 from graphstash_server.testing.stores import as_chunks
-from support.services import ACTOR, key_of, upload_of
-from support.stores import DAY, HOUR, TEAM, evicted, opener_of_stores
+from support.services import ACTOR, DAY, HOUR, TEAM, evicted, key_of, upload_of
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def opened(opened):
-    return opener_of_stores(opened)
 
 
 @pytest.mark.sql

@@ -7,15 +7,9 @@ import pytest
 from graphstash_schema import NamespacePolicy
 from graphstash_server.errors import NoSpaceError
 from graphstash_server.services.artifacts.eviction import Planned
-from support.services import ACTOR
-from support.stores import TEAM, opener_of_stores
+from support.services import ACTOR, TEAM
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def opened(opened):
-    return opener_of_stores(opened)
 
 
 @pytest.mark.parametrize(

@@ -12,17 +12,11 @@ from graphstash_server.db.queries.artifacts import pin_artifacts, unpin_artifact
 from graphstash_server.db.tables import artifacts
 from graphstash_server.services.maintenance.garbage import GarbageOptions, collect_garbage
 from graphstash_server.testing.stores import as_chunks
-from support.services import ACTOR, key_of, upload_of
-from support.stores import DAY, evicted, opener_of_stores
+from support.services import ACTOR, DAY, evicted, key_of, upload_of
 
 pytestmark = pytest.mark.anyio
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
-
-
-@pytest.fixture
-def opened(opened):
-    return opener_of_stores(opened)
 
 
 @pytest.mark.sql

@@ -9,12 +9,13 @@ from typing import NamedTuple, Self
 
 
 class Request(NamedTuple):
-    """A client's request. Names of headers are in lower case."""
+    """A client's request. Names of headers are in lower case, except in `head`, which is as sent."""
 
     method: str
     path: str
     headers: dict[str, str]
     body: bytes
+    head: str
 
 
 @dataclass
@@ -47,7 +48,9 @@ class HttpServer:
             def do_GET(self) -> None:
                 size = int(self.headers.get("Content-Length") or 0)
                 headers = {name.lower(): value for name, value in self.headers.items()}
-                request = Request(self.command, self.path, headers, self.rfile.read(size))
+                lines = [f"{name}: {value}" for name, value in self.headers.items()]
+                head = "\r\n".join([self.requestline, *lines, "", ""])
+                request = Request(self.command, self.path, headers, self.rfile.read(size), head)
                 answer = server.answer_to(request)
                 if answer is None:
                     self.close_connection = True

@@ -37,6 +37,9 @@ from graphstash_server.testing.stores import as_chunks
 from support.pins import pin_in
 
 ACTOR = Actor("writer", "request-1")
+TEAM = Namespace("team")
+HOUR = 3600
+DAY = 24 * HOUR
 OVERWRITE = NamespacePolicy(mode=WriteMode.OVERWRITE)
 
 
@@ -98,8 +101,8 @@ async def new_token(tokens: TokenService, *, expires_at: datetime | None = None)
 class ServiceClient:
     """The calls of a client to one server."""
 
-    def __init__(self, context: ProcessContext) -> None:
-        self.context = context
+    def __init__(self, context: ProcessContext, *, blobs: Any = None, clock: Any = None) -> None:
+        self.context, self.blobs, self.clock = context, blobs, clock
 
     async def put(
         self, blob: bytes, number: int = 0, *, namespace: str = "team", **terms: Any
@@ -155,6 +158,68 @@ class ServiceClient:
         stats = (await self.context.statistics.read()).namespaces
         return next((each for each in stats if each.namespace == namespace), None)
 
+    @staticmethod
+    def blob(number: int, size: int, namespace: str = "team") -> bytes:
+        return f"{namespace} {number} ".encode().ljust(size, b".")[:size]
+
+    async def add(
+        self, number: int, size: int = 10_000, *, namespace: str = "team", **terms: Any
+    ) -> None:
+        terms |= {"policy": NamespacePolicy(), "namespace": namespace}
+        await self.put(self.blob(number, size, namespace), number, **terms)
+
+    async def fill(self, count: int) -> None:
+        """Store artifacts of 10,000 bytes, in order of increasing value."""
+        for number in range(count):
+            await self.add(number, seconds=1 + number)
+
+    async def look_up(self, *numbers: int, caller: str = "") -> int:
+        """Return how many of the artifacts are found."""
+        keys = [key_of(number) for number in numbers]
+        found = await self.context.artifacts.lookup(TEAM, keys, caller=caller)
+        return len(found.artifacts)
+
+    async def evict(self, *, is_confirmed: bool = False) -> int:
+        return await self.context.evictor.run(actor=Actor.server(), is_confirmed=is_confirmed)
+
+    async def evictions(self) -> list[tuple[str, str, str]]:
+        """Return artifact, reason and actor of each eviction in the audit log, oldest first."""
+        entries = (await self.context.audit.read(limit=1000)).entries
+        return [
+            (entry.subject, entry.detail.rpartition(" ")[0], entry.actor)
+            for entry in reversed(entries)
+            if entry.action == "evict"
+        ]
+
+    async def collect(self) -> int:
+        return await self.context.collector.collect_marked()
+
+    async def has(self, number: int, namespace: str = "team") -> bool:
+        return await self.context.artifacts.find(key_of(number, namespace)) is not None
+
+    async def kept(self, count: int, namespace: str = "team") -> list[int]:
+        return [number for number in range(count) if await self.has(number, namespace)]
+
+    async def begin_deletion(self) -> tuple[asyncio.Event, asyncio.Task[int]]:
+        """Start to delete marked blobs. Return the event that lets this end, and the task."""
+        deleting, go_on = asyncio.Event(), asyncio.Event()
+        delete = self.blobs.delete
+
+        async def slow(digest: Any, **name: Any) -> None:
+            deleting.set()
+            await go_on.wait()
+            await delete(digest, **name)
+
+        self.blobs.delete = slow
+        under_way = asyncio.create_task(self.collect())
+        await deleting.wait()
+        return go_on, under_way
+
+
+def evicted(numbers: Any, reason: str, *, by: Actor = ACTOR) -> list[tuple[str, str, str]]:
+    """Return what `ServiceClient.evictions` returns after these evictions."""
+    return [(str(key_of(number).key), reason, by.name) for number in numbers]
+
 
 def opener(directory: Path, database_url: str) -> Any:
     """Return a function that opens servers that share everything but the state of a process."""
@@ -168,7 +233,7 @@ def opener(directory: Path, database_url: str) -> Any:
         async with open_services(
             settings, blob_store=blobs, clock=clock, steady=clock.steady
         ) as context:
-            yield ServiceClient(context)
+            yield ServiceClient(context, blobs=blobs, clock=clock)
 
     opened.blobs = blobs  # type: ignore[attr-defined] # for tests
     opened.clock = clock  # type: ignore[attr-defined] # for tests

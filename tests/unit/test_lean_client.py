@@ -73,7 +73,7 @@ def test_same_target_and_headers_as_from_httpx(prefix, method, path, content, li
 
 def test_redirects_and_cookies_are_left_alone_and_response_is_closed(listener, recorder):
     listener.status, listener.body = 302, "body"
-    listener.headers = "Location: /x\r\nSet-Cookie: a=b\r\n"
+    listener.headers = {"Location": "/x", "Set-Cookie": "a=b"}
     client = LeanClient(recorder, base_url=listener.url, headers={})
     limits = {"timeout": TIMEOUT, "deadline": Deadline(60)}
     for _ in range(2):
