@@ -1,7 +1,9 @@
 """Leases: one caller compiles, and all others wait."""
 
 import asyncio
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 
 import httpx
 import pytest
@@ -246,45 +248,43 @@ async def test_many_waiters_leave_database_connections_for_the_upload(opened, mo
 
 
 @pytest.mark.sql
-async def test_simultaneous_requests_of_one_caller_share_statements(opened, monkeypatch):
+@pytest.mark.parametrize("case", ["free", "stored", "refused"])
+async def test_simultaneous_requests_of_one_caller_share_tries(opened, monkeypatch, case):
+    """A try is a look for the artifact, and a second one before a refusal or for a new lease."""
+    if case == "refused":
+        monkeypatch.setattr(leases, "_MAX_HELD", 0)
     async with opened() as server:
-        tries = counted_tries(server, monkeypatch)
+        if case == "stored":
+            assert await server.put(b"graph")
+        queue, woken, tries = server.context.wait_queue, [], []
+        find, wake = server.context.artifacts.find, queue.wake
+
+        async def counted(key):
+            tries.append(key)
+            await asyncio.sleep(0)  # lets other requests begin meanwhile
+            return await find(key)
+
+        monkeypatch.setattr(server.context.artifacts, "find", counted)
+        monkeypatch.setattr(queue, "wake", lambda each: (woken.append(each), wake(each)))
+        most = server.context.database.shared_connections + 1
+        async with AsyncExitStack() as taken:  # all requests begin before the first try
+            for _ in range(most - 1):
+                await taken.enter_async_context(server.context.leases._query_slots)
+            requests = [asyncio.create_task(server.acquire(0)) for _ in range(100)]
+            await asyncio.sleep(0)
         async with asyncio.timeout(_ANSWER_SECONDS):
-            replies = await asyncio.gather(*[server.acquire(0) for _ in range(100)])
-        states = [reply.state for reply in replies]
-        assert (states.count(LeaseState.GRANTED), states.count(LeaseState.HELD)) == (1, 99)
-        assert len(tries) <= 2 * server.context.database.shared_connections + 2
-
-
-async def test_simultaneous_requests_of_one_caller_share_a_refusal(opened, monkeypatch):
-    monkeypatch.setattr(leases, "_MAX_HELD", 0)
-    async with opened() as server:
-        tries = counted_tries(server, monkeypatch)
-        requests = [server.acquire(0) for _ in range(100)]
-        async with asyncio.timeout(_ANSWER_SECONDS):
-            refusals = await asyncio.gather(*requests, return_exceptions=True)
-        assert {each.code for each in refusals} == {ErrorCode.TOO_MANY_LEASES}
-        assert len(tries) <= server.context.database.shared_connections + 1
-
-
-async def test_simultaneous_requests_for_a_stored_artifact_wake_the_waiters_once(
-    opened, monkeypatch
-):
-    async with opened() as server:
-        assert await server.put(b"graph")
-        queue, woken = server.context.wait_queue, []
-        wake = queue.wake
-
-        def counted(notification):
-            woken.append(notification)
-            wake(notification)
-
-        counted_tries(server, monkeypatch)
-        monkeypatch.setattr(queue, "wake", counted)
-        async with asyncio.timeout(_ANSWER_SECONDS):
-            replies = await asyncio.gather(*[server.acquire(0) for _ in range(100)])
-        assert {reply.state for reply in replies} == {LeaseState.READY}
-        assert len(woken) <= server.context.database.shared_connections + 1
+            replies = await asyncio.gather(*requests, return_exceptions=True)
+        found = Counter(getattr(each, "state", getattr(each, "code", each)) for each in replies)
+    assert (
+        found
+        == {
+            "free": {LeaseState.GRANTED: 1, LeaseState.HELD: 99},
+            "stored": {LeaseState.READY: 100},
+            "refused": {ErrorCode.TOO_MANY_LEASES: 100},
+        }[case]
+    )
+    assert len(tries) <= (2 * most if case == "free" else most)
+    assert len(woken) <= most
 
 
 def test_answer_confirms_a_wait_unless_the_server_cuts_it_short(tmp_path, connect):
@@ -359,19 +359,6 @@ async def test_ended_leases_are_dropped_beyond_a_limit_and_held_ones_stay(opened
             await server.acquire(number, f"caller {number}")
         with pytest.raises(ServerError, match="the namespace team has 6 leases"):
             await server.acquire(205, "another")
-
-
-def counted_tries(server, monkeypatch):
-    """Return a list that grows with each try to get a lease. A try lets others begin meanwhile."""
-    tries, find = [], server.context.artifacts.find
-
-    async def counted(key):
-        tries.append(key)
-        await asyncio.sleep(0)
-        return await find(key)
-
-    monkeypatch.setattr(server.context.artifacts, "find", counted)
-    return tries
 
 
 async def count_rows(server):

@@ -2,12 +2,13 @@
 
 import re
 import socket
-import struct
 import threading
 import time
 from contextlib import suppress
 from enum import StrEnum
-from typing import Final, Self
+from typing import Final
+
+from support.tcp_proxy import TcpProxy, read_head, reset
 
 IMPATIENT: Final = {"connect_seconds": 0.5, "first_byte_seconds": 2}
 """The product's default timeouts, for clients of the proxy. Some faults last until a timeout."""
@@ -53,8 +54,8 @@ LEASE_REQUEST: Final = re.compile(rb"POST /v1/[^/ ]+/leases/")
 _GET_ARTIFACT = re.compile(rb"^GET (/v1/[^/ ]+/artifacts/)([^ ]+)( HTTP)")
 
 
-class FaultProxy:
-    """A proxy on a free loopback port; `fault` may be changed at any time.
+class FaultProxy(TcpProxy):
+    """A proxy whose `fault` may be changed at any time.
 
     Each connection carries one request, so every request meets the present fault.
 
@@ -66,51 +67,30 @@ class FaultProxy:
     def __init__(self, upstream_port: int) -> None:
         self.fault = Fault.NONE
         self.swap_to = ""
-        self.connections = 0
         self.hold: re.Pattern[bytes] | None = None
         self.held, self.go_on = threading.Event(), threading.Event()
-        self._upstream_port = upstream_port
         self._closed = False
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        threading.Thread(target=self._accept, daemon=True).start()
+        super().__init__(upstream_port)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._closed = True
         self.go_on.set()
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        super().close()
 
-    def _accept(self) -> None:
-        while not self._closed:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            self.connections += 1
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        with connection, suppress(OSError):
-            head = _read_head(connection)
-            fault = self.fault
-            if fault is Fault.SILENT:
-                while not self._closed and connection.recv(65536):
-                    pass
-                return
-            if fault is Fault.RESET:
-                linger = struct.pack("ii", 1, 0)
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-                return
-            if fault in _ANSWERS:
-                connection.sendall(_ANSWERS[fault])
-                return
-            self._forward(connection, head, fault)
+    def serve(self, connection: socket.socket) -> None:
+        head, body = read_head(connection)
+        if not head:
+            return
+        fault = self.fault
+        if fault is Fault.SILENT:
+            while not self._closed and connection.recv(65536):
+                pass
+        elif fault is Fault.RESET:
+            reset(connection)
+        elif fault in _ANSWERS:
+            connection.sendall(_ANSWERS[fault])
+        else:
+            self._forward(connection, head + b"\r\n\r\n" + body, fault)
 
     def _forward(self, connection: socket.socket, head: bytes, fault: Fault) -> None:
         artifact = _GET_ARTIFACT.match(head)
@@ -119,13 +99,10 @@ class FaultProxy:
         # With one request per connection, the end of the connection ends the answer.
         head = re.sub(rb"(?i)\r\nconnection: [^\r]*", b"", head)
         head = head.replace(b"\r\n", b"\r\nConnection: close\r\n", 1)
-        with socket.create_connection(("127.0.0.1", self._upstream_port)) as upstream:
-            upstream.sendall(head)
-            threading.Thread(target=_pump, args=(connection, upstream), daemon=True).start()
-            answer = bytearray()
-            with suppress(OSError):
-                while chunk := upstream.recv(1 << 20):
-                    answer += chunk
+        answer = bytearray()
+        with self.upstream(connection, head) as upstream, suppress(OSError):
+            while chunk := upstream.recv(1 << 20):
+                answer += chunk
         if self.hold and self.hold.match(head):
             self.held.set()
             self.go_on.wait()
@@ -146,19 +123,3 @@ class FaultProxy:
             connection.sendall(answer)
         # Closing alone would not end the connection while the pump still reads from it.
         connection.shutdown(socket.SHUT_RDWR)
-
-
-def _read_head(connection: socket.socket) -> bytes:
-    head = bytearray()
-    while b"\r\n\r\n" not in head:
-        chunk = connection.recv(65536)
-        if not chunk:
-            break
-        head += chunk
-    return bytes(head)
-
-
-def _pump(source: socket.socket, target: socket.socket) -> None:
-    with suppress(OSError):
-        while chunk := source.recv(1 << 20):
-            target.sendall(chunk)

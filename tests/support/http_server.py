@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 
 
 class Request(NamedTuple):
-    """A client's request. Names of headers are in lower case, except in `head`, which is as sent."""
+    """A client's request. `headers` has names in lower case, and `head` everything as sent."""
 
     method: str
     path: str

@@ -3,13 +3,14 @@
 import itertools
 import re
 import socket
-import struct
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from enum import StrEnum
-from typing import NamedTuple, Self
+from typing import NamedTuple
+
+from support.tcp_proxy import TcpProxy, read_head, reset
 
 
 class S3Fault(StrEnum):
@@ -49,8 +50,8 @@ _IN_THE_BODY = (S3Fault.CUT, S3Fault.CUT_BY_RESET, S3Fault.FLIP, S3Fault.PAUSE)
 _IN_THE_ANSWER = (S3Fault.NONE, S3Fault.FLIP_LENGTH, *_IN_THE_BODY)
 
 
-class S3Proxy:
-    """A proxy on a free loopback port, with one request per connection.
+class S3Proxy(TcpProxy):
+    """A proxy with one request per connection.
 
     Attributes:
         fault: present fault, for requests that `strikes` selects; may be changed at any time.
@@ -72,17 +73,13 @@ class S3Proxy:
         self.resume = threading.Event()
         self.held_count = 0
         self.late: list[str] = []
-        self._upstream_port = upstream_port
         self._flips = itertools.count()
         self._lock = threading.Lock()
-        self._listen(0)
-
-    def __enter__(self) -> Self:
-        return self
+        super().__init__(upstream_port)
 
     def __exit__(self, *_: object) -> None:
         self.resume.set()
-        self._close()
+        self.close()
 
     def count(self, method: str, *, within: str = "") -> int:
         return sum(seen.method == method and within in seen.target for seen in self.seen)
@@ -90,56 +87,36 @@ class S3Proxy:
     @contextmanager
     def down(self) -> Iterator[None]:
         """Refuse connections during the block."""
-        self._close()
+        self.close()
         yield
-        self._listen(self.port)
+        self.listen(self.port)
 
-    def _listen(self, port: int) -> None:
-        self._listener = socket.create_server(("127.0.0.1", port), backlog=512)
-        self.port = self._listener.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
-
-    def _close(self) -> None:
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                connection, _ = listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
-
-    def _serve(self, connection: socket.socket) -> None:
-        with connection, suppress(OSError):
-            head, body = _read_head(connection)
-            if not head:
-                return
-            seen = _parsed(head)
-            fault = self._note(seen)
-            if fault not in _IN_THE_ANSWER:
-                self._count(fault)
-            if fault is S3Fault.HANG:
-                self._hang()
-            elif fault is S3Fault.HOLD:
-                self.held_count += 1
-                self.resume.wait()
-                self.late.append(self._send_on(head, body))
-            elif fault is S3Fault.RESET:
-                _reset(connection)
-            elif fault in _ANSWERS:
-                status, text = _ANSWERS[fault]
-                connection.sendall(_answer(status, "" if seen.method == "HEAD" else text))
-                # Closing with an unread body would make the kernel reset the connection before the
-                # answer arrives.
-                connection.shutdown(socket.SHUT_WR)
-                while connection.recv(1 << 16):
-                    pass
-            else:
-                self._forward(connection, head, body, fault)
+    def serve(self, connection: socket.socket) -> None:
+        head, body = read_head(connection)
+        if not head:
+            return
+        seen = _parsed(head)
+        fault = self._note(seen)
+        if fault not in _IN_THE_ANSWER:
+            self._count(fault)
+        if fault is S3Fault.HANG:
+            self._hang()
+        elif fault is S3Fault.HOLD:
+            self.held_count += 1
+            self.resume.wait()
+            self.late.append(self._send_on(head, body))
+        elif fault is S3Fault.RESET:
+            reset(connection)
+        elif fault in _ANSWERS:
+            status, text = _ANSWERS[fault]
+            connection.sendall(_answer(status, "" if seen.method == "HEAD" else text))
+            # Closing with an unread body would make the kernel reset the connection before the
+            # answer arrives.
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(1 << 16):
+                pass
+        else:
+            self._forward(connection, head, body, fault)
 
     def _note(self, seen: Seen) -> S3Fault:
         with self._lock:
@@ -160,18 +137,17 @@ class S3Proxy:
     def _send_on(self, head: bytes, body: bytes) -> str:
         with socket.create_connection(("127.0.0.1", self._upstream_port)) as upstream:
             upstream.sendall(head + b"\r\n\r\n" + body)
-            return _read_head(upstream)[0].decode("latin-1").split("\r\n")[0]
+            return read_head(upstream)[0].decode("latin-1").split("\r\n")[0]
 
     def _forward(self, connection: socket.socket, head: bytes, body: bytes, fault: S3Fault) -> None:
         lines = [line for line in head.split(b"\r\n") if not line.lower().startswith(b"connection")]
         lines[1:1] = [b"Connection: close"]
-        with socket.create_connection(("127.0.0.1", self._upstream_port)) as upstream:
-            upstream.sendall(b"\r\n".join(lines) + b"\r\n\r\n" + body)
-            threading.Thread(target=_pump, args=(connection, upstream), daemon=True).start()
-            answer, rest = _read_head(upstream)
+        request = b"\r\n".join(lines) + b"\r\n\r\n" + body
+        with self.upstream(connection, request) as upstream:
+            answer, rest = read_head(upstream)
             while answer.startswith(b"HTTP/1.1 100"):
                 connection.sendall(answer + b"\r\n\r\n")
-                answer, rest = _read_head(upstream, rest)
+                answer, rest = read_head(upstream, rest)
             if fault is S3Fault.FLIP_LENGTH and _LENGTH.search(answer):
                 self._count(fault)
                 answer = _LENGTH.sub(lambda found: found[1] + bytes([found[2][0] ^ 1]), answer)
@@ -201,7 +177,7 @@ class S3Proxy:
                     connection.sendall(chunk[: middle - sent])
                     if fault is not S3Fault.PAUSE:
                         if fault is S3Fault.CUT_BY_RESET:
-                            _reset(connection)
+                            reset(connection)
                         return
                     self.resume.wait()
                     sent, chunk = middle, chunk[middle - sent :]
@@ -211,17 +187,6 @@ class S3Proxy:
             chunk = upstream.recv(1 << 16)
             if not chunk:
                 return
-
-
-def _read_head(source: socket.socket, data: bytes = b"") -> tuple[bytes, bytes]:
-    """Return the head without its empty line, and the bytes after it."""
-    while b"\r\n\r\n" not in data:
-        chunk = source.recv(1 << 16)
-        if not chunk:
-            return b"", b""
-        data += chunk
-    head, _, rest = data.partition(b"\r\n\r\n")
-    return head, rest
 
 
 def _parsed(head: bytes) -> Seen:
@@ -234,15 +199,3 @@ def _parsed(head: bytes) -> Seen:
 def _answer(status: str, text: str) -> bytes:
     head = f"HTTP/1.1 {status}\r\nConnection: close\r\nContent-Length: {len(text)}\r\n\r\n"
     return (head + text).encode()
-
-
-def _reset(connection: socket.socket) -> None:
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-
-
-def _pump(source: socket.socket, target: socket.socket) -> None:
-    with suppress(OSError):
-        while chunk := source.recv(1 << 16):
-            target.sendall(chunk)
-    with suppress(OSError):
-        target.shutdown(socket.SHUT_WR)  # the sender of half a body has closed
