@@ -6,6 +6,8 @@ import shutil
 import threading
 from contextlib import closing
 
+import pytest
+
 from graphstash_schema import Digest
 from support.changes import execute
 from support.issuer import Issuer
@@ -75,51 +77,29 @@ def test_region_compares_its_copies_after_a_gap_in_the_list(world):
     until(lambda: center.get(1).status_code == 200)
 
 
-def test_upstream_restored_from_a_backup_ends_only_what_its_list_names(world, tmp_path):
+@pytest.mark.parametrize("before", [0, 2], ids=["whole", "without its first entry"])
+def test_upstream_restored_from_a_backup_ends_only_what_its_list_names(world, tmp_path, before):
+    """With an entry that the region has applied, the region has missed none before it."""
     center, site = world.api(world.center), world.region()
     region = world.api(site)
-    for number in (1, 2):
+    lost, later, kept, own = range(before + 1, before + 5)
+    for number in range(1, own):
         assert center.put(envelope(center, number), number).status_code == 201
         assert read(region, number).status_code == 200
-    world.center.kill()
-    shutil.copytree(tmp_path / "center", tmp_path / "backup")
-    world.center.start()
-    until(lambda: site.events(world.admin).get("up") == 1)
-    assert region.put(envelope(region, 3), 3).status_code == 201
-    until(lambda: center.get(3).status_code == 200)
-    assert center.delete(1).status_code == 204
-    until(lambda: read(region, 1).status_code == 404)
 
-    world.center.kill()
-    shutil.rmtree(tmp_path / "center")
-    shutil.copytree(tmp_path / "backup", tmp_path / "center")
-    world.center.start()
-    assert center.delete(2).status_code == 204
-    until(lambda: read(region, 2).status_code == 404)
-    assert read(region, 3).status_code == 200
-    listed = region.http.get("/v1/team/withdrawals").json()["withdrawals"]
-    names = {each["key"].rpartition("/")[2] for each in listed}
-    assert names == {region.fingerprint(number) for number in (1, 2)}
-
-
-def test_restored_upstream_without_its_first_entries_ends_only_what_its_list_names(world, tmp_path):
-    """The list has an entry that the region has applied, so the region has missed none before."""
-    center, site = world.api(world.center), world.region()
-    region = world.api(site)
-    for number in (1, 2, 3, 4, 5):
-        assert center.put(envelope(center, number), number).status_code == 201
-        assert read(region, number).status_code == 200
-    for number in (1, 2):
+    def withdraw(number):
         assert center.delete(number).status_code == 204
-        until(lambda number=number: read(region, number).status_code == 404)
+        until(lambda: read(region, number).status_code == 404)
+
+    for number in range(1, lost):
+        withdraw(number)
     world.center.kill()
     shutil.copytree(tmp_path / "center", tmp_path / "backup")
     world.center.start()
     until(lambda: site.events(world.admin).get("up") == 1)
-    assert region.put(envelope(region, 6), 6).status_code == 201
-    until(lambda: center.get(6).status_code == 200)
-    assert center.delete(3).status_code == 204
-    until(lambda: read(region, 3).status_code == 404)
+    assert region.put(envelope(region, own), own).status_code == 201
+    until(lambda: center.get(own).status_code == 200)
+    withdraw(lost)
 
     world.center.kill()
     shutil.rmtree(tmp_path / "center")
@@ -127,12 +107,11 @@ def test_restored_upstream_without_its_first_entries_ends_only_what_its_list_nam
     # As if the first entry were too old.
     execute(world.center.database_url, "DELETE FROM withdrawals WHERE number < 2")
     world.center.start()
-    assert center.delete(4).status_code == 204
-    until(lambda: read(region, 4).status_code == 404)
-    assert [read(region, number).status_code for number in (5, 6)] == [200, 200]
+    withdraw(later)
+    assert [read(region, number).status_code for number in (kept, own)] == [200, 200]
     listed = region.http.get("/v1/team/withdrawals").json()["withdrawals"]
     names = {each["key"].rpartition("/")[2] for each in listed}
-    assert names == {region.fingerprint(number) for number in (1, 2, 3, 4)}
+    assert names == {region.fingerprint(number) for number in range(1, kept)}
 
 
 def test_revoked_token_is_refused_by_the_region(world):
