@@ -246,20 +246,6 @@ def test_only_the_command_publishes_to_a_team_artifacts_compiled_without_a_serve
     assert command("publish", host="a").stdout == "0 published (0 B), 0 already there\n"
 
 
-@pytest.mark.parametrize("withdraw", [delete, withhold])
-def test_withdrawn_artifact_is_not_published_again(left, up, next_job, withdraw):
-    """Meanwhile, another host published the same bytes, and the server withdrew them."""
-    left(1)
-    with up() as link:
-        other = next_job("b")
-        other.put(key(1), random.Random(1).randbytes(5), METADATA)
-        withdraw(other)
-        job = next_job("a", url=link.url)
-        assert caught_up(job) == {key(1): Sent.GONE}
-        assert not stored(job, 1)
-        assert not puts(link)
-
-
 def test_imported_artifact_is_not_published(left, up, next_job, command, tmp_path):
     left(1)
     command("export", tmp_path / "a.bundle", "--local", host="a", url="none")
@@ -545,26 +531,33 @@ def test_refusal_that_ends_by_itself_is_temporary():
 
 
 @pytest.mark.parametrize(
-    ("withdraw", "seconds"),
-    [(delete, 0.0), (withhold, 0.0), (delete, 60.0)],
-    ids=["deleted", "withheld", "deleted while it is sent"],
+    ("when", "withdraw"),
+    [
+        *(("before the lookup", each) for each in (delete, withhold)),
+        *(("after it", each) for each in (delete, withhold)),
+        ("while it is sent", delete),  # a withheld artifact refuses the upload
+    ],
 )
-def test_artifact_withdrawn_after_the_lookup_is_not_published(
-    left, up, next_job, withdraw, seconds, monkeypatch
-):
+def test_withdrawn_artifact_is_not_published_again(left, up, next_job, withdraw, when, monkeypatch):
+    """Meanwhile, another host published the same bytes, and the server withdrew them."""
+    seconds = 60.0 if when == "while it is sent" else 0.0
     monkeypatch.setattr("graphstash._artifacts.catch_up._LOOKUP_SECONDS", seconds)
     left(1, 2)
 
-    def withdrawn_by_another(_):
+    def withdrawn_by_another(_=None):
         other = next_job("b")
         other.put(key(1), random.Random(1).randbytes(5), METADATA)
         withdraw(other)
 
+    is_early = when == "before the lookup"
+    if is_early:
+        withdrawn_by_another()
     with up() as link:
         job = next_job("a", url=link.url)
-        outcomes = caught_up(job, meanwhile=withdrawn_by_another)
+        outcomes = caught_up(job, meanwhile=None if is_early else withdrawn_by_another)
         assert outcomes == {key(1): Sent.GONE, key(2): Sent.PUBLISHED}
         assert stored(job, 1, 2) == {key(2)}
+        assert len(puts(link)) == (2 if seconds else 1)
 
 
 def test_withdrawal_that_the_process_reads_before_an_upload_prevents_it(left, up, next_job):

@@ -23,6 +23,7 @@ from support.api import Api, assert_problem
 from support.commands import invoke
 from support.dashboard import Team
 from support.nginx import Nginx, in_front_of
+from support.postgres import Postgres
 from support.services import opener
 from support.sessions import HTML, sign_in
 from support.tokens import Guarded
@@ -240,6 +241,12 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     path = tmp_path / "graphstash.sqlite3"
     shutil.copy(migrated_database(), path)
     return f"sqlite+aiosqlite:///{path}"
+
+
+@pytest.fixture
+def on_postgresql(postgres: Postgres) -> str:
+    """URL of a migrated PostgreSQL database."""
+    return postgres.new_database()
 
 
 @pytest.fixture

@@ -332,6 +332,15 @@ def test_refused_callers_do_not_count_towards_the_rate_of_a_namespace(guarded, c
     assert reader.get().status_code == 429
 
 
+def test_server_without_authentication_allows_every_call(api):
+    api.http.headers["Authorization"] = f"Bearer {UNKNOWN}"
+
+    assert api.http.get("/v1/-/access").json()["kind"] == "open"
+    assert api.put(BLOB).status_code == 201
+    assert api.get().content == BLOB
+    assert api.delete().status_code == 204
+
+
 # -- cached tokens, and for how long they are valid --
 
 

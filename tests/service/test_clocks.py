@@ -95,11 +95,6 @@ async def test_lease_keeps_its_duration_and_renewal_when_the_clock_is_set(opened
         assert (await other.acquire()).state is LeaseState.GRANTED
 
 
-@pytest.fixture
-def on_postgresql(postgres):
-    return postgres.new_database()
-
-
 async def test_server_follows_a_change_of_the_databases_clock(on_postgresql):
     """A day passes for the server only, as if the database's clock was set back."""
     database, passed = Database(on_postgresql), FakeClock()

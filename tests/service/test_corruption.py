@@ -219,11 +219,6 @@ def test_only_error_codes_of_sqlite_for_damage_count_as_corruption(name, is_dama
     assert corruption_in(sa.exc.DatabaseError("SELECT 1", {}, error)) == corruption_in(error)
 
 
-@pytest.fixture
-def on_postgresql(postgres):
-    return postgres.new_database()
-
-
 @pytest.mark.anyio
 async def test_error_code_of_postgresql_for_damage_counts_as_corruption(on_postgresql):
     database = Database(on_postgresql)

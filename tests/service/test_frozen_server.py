@@ -24,14 +24,9 @@ from support.waiting import until
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def database(postgres):
-    return postgres.new_database()
-
-
-async def test_stopping_server_does_not_wait_for_silent_sessions(database, monkeypatch):
+async def test_stopping_server_does_not_wait_for_silent_sessions(on_postgresql, monkeypatch):
     monkeypatch.setattr(engine_module, "_STATEMENT_SECONDS", 10 * BOUND_SECONDS)
-    opened = engine_module.Database(database)
+    opened = engine_module.Database(on_postgresql)
     async with opened.writing() as one, opened.writing() as other:
         sessions = [
             await connection.scalar(text("SELECT pg_backend_pid()")) for connection in (one, other)
@@ -46,15 +41,15 @@ async def test_stopping_server_does_not_wait_for_silent_sessions(database, monke
             os.kill(session, signal.SIGCONT)
 
 
-async def test_listener_with_silent_session_reconnects(database, monkeypatch):
+async def test_listener_with_silent_session_reconnects(on_postgresql, monkeypatch):
     monkeypatch.setattr(notifications, "_CHECK_SECONDS", 0.05)
     monkeypatch.setattr(notifications, "_ANSWER_SECONDS", 0.5)
     heard, states = [], []
     listener = notifications.Listener(
-        engine_module.Database(database), heard=heard.append, is_listening=states.append
+        engine_module.Database(on_postgresql), heard=heard.append, is_listening=states.append
     )
     listening = asyncio.create_task(listener.run())
-    async with connected(database) as watch:
+    async with connected(on_postgresql) as watch:
 
         async def session():
             return await watch.fetchval(
@@ -80,7 +75,7 @@ async def test_listener_with_silent_session_reconnects(database, monkeypatch):
 
 
 async def test_frozen_server_blocks_only_its_namespace_and_acknowledges_nothing(
-    tmp_path, database, monkeypatch
+    tmp_path, on_postgresql, monkeypatch
 ):
     """The server stops between the rows of an upload and its commit, so its session is idle."""
     timeouts = ("idle_in_transaction_session_timeout", "lock_timeout")
@@ -104,8 +99,8 @@ async def test_frozen_server_blocks_only_its_namespace_and_acknowledges_nothing(
         return outcomes
 
     monkeypatch.setattr(uploads_module, "_store_all", store)
-    opened = opener(tmp_path, database)
-    async with opened() as one, opened() as other, connected(database) as watch:
+    opened = opener(tmp_path, on_postgresql)
+    async with opened() as one, opened() as other, connected(on_postgresql) as watch:
         await other.put(b"free", namespace="free")
         upload = asyncio.create_task(one.put(b"held", namespace="held", toolchain="frozen"))
         await is_frozen.wait()
@@ -127,11 +122,11 @@ async def test_frozen_server_blocks_only_its_namespace_and_acknowledges_nothing(
         assert await one.put(b"held", namespace="held")
 
 
-async def test_lasting_lock_is_refused_with_reason(tmp_path, database, monkeypatch):
+async def test_lasting_lock_is_refused_with_reason(tmp_path, on_postgresql, monkeypatch):
     """A busy client or a server of the previous release may hold the lock."""
     monkeypatch.setattr(engine_module, "_LOCK_SECONDS", 0.2)
     monkeypatch.setitem(engine_module._POOL_SETTINGS, "lock_timeout", "0.2s")
-    async with opener(tmp_path, database)() as server, connected(database) as watch:
+    async with opener(tmp_path, on_postgresql)() as server, connected(on_postgresql) as watch:
         await server.put(b"0", namespace="locked")
         async with watch.transaction():
             await watch.execute("UPDATE usage SET hits = hits WHERE namespace = 'locked'")
@@ -143,11 +138,11 @@ async def test_lasting_lock_is_refused_with_reason(tmp_path, database, monkeypat
 
 
 async def test_upload_committed_after_its_refusal_counts_once_and_ends_the_next_lease(
-    tmp_path, database, monkeypatch
+    tmp_path, on_postgresql, monkeypatch
 ):
     """The first holder gives up, so a second one compiles as well. Both have the first bytes."""
     monkeypatch.setitem(engine_module._POOL_SETTINGS, "lock_timeout", "60s")
-    async with opener(tmp_path, database)() as server, connected(database) as watch:
+    async with opener(tmp_path, on_postgresql)() as server, connected(on_postgresql) as watch:
         await server.put(b"another", 1)
         first = await server.acquire()
         async with watch.transaction():
@@ -178,10 +173,10 @@ async def test_upload_committed_after_its_refusal_counts_once_and_ends_the_next_
 
 @pytest.mark.parametrize("table", ["usage", "artifacts"])
 async def test_counters_are_written_while_another_namespace_waits(
-    tmp_path, database, monkeypatch, table
+    tmp_path, on_postgresql, monkeypatch, table
 ):
     monkeypatch.setitem(engine_module._POOL_SETTINGS, "lock_timeout", "0.2s")
-    async with opener(tmp_path, database)() as server, connected(database) as holder:
+    async with opener(tmp_path, on_postgresql)() as server, connected(on_postgresql) as holder:
         for namespace in ("held", "free"):
             await server.put(b"blob", namespace=namespace)
         accounting = server.context.accounting
@@ -199,7 +194,7 @@ async def test_counters_are_written_while_another_namespace_waits(
             assert hits == {"held": 1, "free": 1}
 
 
-async def test_server_that_freezes_in_a_flush_holds_no_lock(tmp_path, database, monkeypatch):
+async def test_server_that_freezes_in_a_flush_holds_no_lock(tmp_path, on_postgresql, monkeypatch):
     """The flush is the only transaction that spans namespaces."""
     is_frozen, thaws = asyncio.Event(), asyncio.Event()
     add = accounting_module.add_requests
@@ -211,7 +206,7 @@ async def test_server_that_freezes_in_a_flush_holds_no_lock(tmp_path, database, 
         return skipped
 
     monkeypatch.setattr(accounting_module, "add_requests", add_and_freeze)
-    async with opener(tmp_path, database)() as server, connected(database) as watch:
+    async with opener(tmp_path, on_postgresql)() as server, connected(on_postgresql) as watch:
         for namespace in ("one", "other"):
             await server.put(b"blob", namespace=namespace)
             server.context.accounting.count_hit(key_of(0, namespace), saved_seconds=1.0)
@@ -224,11 +219,11 @@ async def test_server_that_freezes_in_a_flush_holds_no_lock(tmp_path, database, 
         await flushing
 
 
-async def test_no_other_transaction_spans_namespaces(tmp_path, database):
+async def test_no_other_transaction_spans_namespaces(tmp_path, on_postgresql):
     """Each transaction changes the usage row of its namespace, so a trigger detects joined ones."""
     names = ("a", "b", "c")
-    opened = opener(tmp_path, database)
-    async with opened(soft_limit_bytes=40_000) as server, connected(database) as watch:
+    opened = opener(tmp_path, on_postgresql)
+    async with opened(soft_limit_bytes=40_000) as server, connected(on_postgresql) as watch:
         await watch.execute(
             "CREATE TABLE joined (number bigint, namespace text);"
             "CREATE FUNCTION note() RETURNS trigger LANGUAGE plpgsql AS "
@@ -305,8 +300,10 @@ def test_metrics_and_readiness_report_a_frozen_database(tmp_path, monkeypatch):
         until(lambda: ask("/readyz").status_code == 200)
 
 
-async def test_revoked_token_gets_no_metrics_of_namespaces_if_its_check_is_slow(tmp_path, database):
-    with Guarded(tmp_path, database_url=database) as server:
+async def test_revoked_token_gets_no_metrics_of_namespaces_if_its_check_is_slow(
+    tmp_path, on_postgresql
+):
+    with Guarded(tmp_path, database_url=on_postgresql) as server:
         token = server.token("read:*")
 
         async def scrape():
@@ -315,7 +312,7 @@ async def test_revoked_token_gets_no_metrics_of_namespaces_if_its_check_is_slow(
                 return await http.get(server.url + "/metrics", headers=headers)
 
         assert "graphstash_hits_total" in (await scrape()).text
-        async with connected(database) as holder:
+        async with connected(on_postgresql) as holder:
             transaction = holder.transaction()
             await transaction.start()
             # Lock the table before the change. Otherwise the server, which records uses of tokens,
