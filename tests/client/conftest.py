@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 
 from graphstash import ClientConfig, Stash
 from graphstash._cli.main import complete_app
+from support.fault_proxy import FaultProxy
 from support.signing import Team
 from support.tokens import Guarded
 from support.waiting import PATIENT, variables_of
-from support.withdrawing import turn
+from support.withdrawing import port_of, turn
 
 _runs = itertools.count()
 
@@ -71,6 +72,13 @@ def start(config):
 def hosts(start):
     """Return a function that makes the stash of a host of the team."""
     return partial(start, Stash)
+
+
+@pytest.fixture
+def proxy(server):
+    """A proxy in front of the shared server that fails on demand."""
+    with FaultProxy(port_of(server)) as proxy:
+        yield proxy
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from graphstash import CacheError
 from graphstash._artifacts import withdrawals as module
 from graphstash_schema.withdrawals import WithdrawalList
 from graphstash_server.testing import LiveServer
-from support.fault_proxy import Fault, FaultProxy
+from support.fault_proxy import Fault
 from support.host import METADATA, key
 from support.withdrawing import (
     apply,
@@ -30,12 +30,6 @@ from support.withdrawing import (
 @pytest.fixture(scope="session")
 def server(start_on_sqlite):
     return start_on_sqlite(LiveServer)
-
-
-@pytest.fixture
-def proxy(server):
-    with FaultProxy(port_of(server)) as proxy:
-        yield proxy
 
 
 @pytest.mark.usefixtures("later")

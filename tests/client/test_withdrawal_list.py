@@ -20,7 +20,7 @@ from graphstash._compile import packs as packs_module
 from graphstash._compile.packs import Packs
 from graphstash_schema import ManifestEntry
 from graphstash_server.testing import LiveServer
-from support.fault_proxy import Fault, FaultProxy
+from support.fault_proxy import Fault
 from support.host import METADATA, Host, key, request
 from support.processes import python
 from support.waiting import until, variables_of
@@ -30,7 +30,6 @@ from support.withdrawing import (
     delete,
     let_read,
     look_up,
-    port_of,
     position,
     publish,
     turn,
@@ -51,12 +50,6 @@ def let_overwrite(server, namespace):
 
 def replace(stash, number=1):
     stash.put(key(number), b"right", METADATA)
-
-
-@pytest.fixture
-def proxy(server):
-    with FaultProxy(port_of(server)) as proxy:
-        yield proxy
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,10 @@ from graphstash_server.testing import LiveServer, ServerProcess, migrated_databa
 from support.api import Api, assert_problem
 from support.commands import invoke
 from support.dashboard import Team
+from support.moto import Moto
 from support.nginx import Nginx, in_front_of
 from support.postgres import Postgres
+from support.s3_proxy import S3Proxy
 from support.services import opener
 from support.sessions import HTML, sign_in
 from support.tokens import Guarded
@@ -247,6 +249,13 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def on_postgresql(postgres: Postgres) -> str:
     """URL of a migrated PostgreSQL database."""
     return postgres.new_database()
+
+
+@pytest.fixture
+def proxy(moto: Moto) -> Iterator[S3Proxy]:
+    """A proxy in front of moto that fails on demand."""
+    with S3Proxy(moto.port) as proxy:
+        yield proxy
 
 
 @pytest.fixture

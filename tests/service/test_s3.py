@@ -21,7 +21,7 @@ from graphstash_server.storage.s3 import MULTIPART_BYTES, open_store
 from graphstash_server.testing import LiveServer, ServerProcess, as_chunks, read_blob
 from support.meter import Meter
 from support.moto import CREDENTIALS, s3_settings
-from support.s3_proxy import S3Fault, S3Proxy
+from support.s3_proxy import S3Fault
 from support.services import answer_before_the_commit
 from support.waiting import until
 from support.wire import Wire, head
@@ -32,12 +32,6 @@ PARTS = bytes(MULTIPART_BYTES + 5_000_000)
 IN_S3 = "/blobs/sha256/"
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("s3_credentials")]
-
-
-@pytest.fixture
-def proxy(moto):
-    with S3Proxy(moto.port) as proxy:
-        yield proxy
 
 
 @pytest.fixture

@@ -72,12 +72,6 @@ def opened(tmp_path):
 
 
 @pytest.fixture
-def proxy(moto):
-    with S3Proxy(moto.port) as proxy:
-        yield proxy
-
-
-@pytest.fixture
 def s3(tmp_path, moto, proxy, s3_credentials):
     settings = s3_settings(proxy.url, moto.new_bucket())
     store = open_store(load_settings(data_dir=tmp_path / "s3", **settings))
