@@ -100,7 +100,7 @@ def _alike(matrices: Sequence[Tensor], iteration: _Iteration) -> list[list[int]]
     by_shape: dict[torch.Size, list[int]] = {}
     numbers: list[list[int]] = []
     for number, matrix in enumerate(matrices):
-        if matrix.is_contiguous():
+        if matrix.is_contiguous() and matrix.numel() > 0:
             by_shape.setdefault(matrix.shape, []).append(number)
         else:  # kernels depend on the layout, and a batch has another one
             numbers.append([number])
