@@ -47,7 +47,7 @@ from graphstash.training.device import torch_xla_functions
 from graphstash.training.sharding import full, is_sharded
 from graphstash.training.threads import DeviceFuture, WorkerPool
 
-__all__ = ["Checkpoint", "CheckpointError", "Checkpoints", "to_host", "whole"]
+__all__ = ["Checkpoint", "CheckpointError", "Checkpoints", "gather_shards", "to_host"]
 
 _log = logging.getLogger("graphstash")
 _NAME: Final = re.compile(r"step-(\d{8,})\.pt")
@@ -145,38 +145,38 @@ def to_host(state: Mapping[str, Any]) -> dict[str, Any]:
         tensors[id(tensor)] = tensor
         return tensor
 
-    plain = _map(collect, dict(state), "state")
-    copies = dict(zip(tensors, _copies(list(tensors.values())), strict=True))
-    copied: dict[str, Any] = _map(lambda tensor: copies[id(tensor)], plain, "state")
+    plain = _map_tensors(collect, dict(state), "state")
+    copies = dict(zip(tensors, _copy_to_host(list(tensors.values())), strict=True))
+    copied: dict[str, Any] = _map_tensors(lambda tensor: copies[id(tensor)], plain, "state")
     return copied
 
 
-def whole(state: Mapping[str, Any]) -> dict[str, Any]:
+def gather_shards(state: Mapping[str, Any]) -> dict[str, Any]:
     """Replace every DTensor of a state by the full tensor on the host. All ranks must call it."""
 
     def gathered(tensor: Tensor) -> Tensor:
         return full(tensor).cpu() if is_sharded(tensor) else tensor
 
-    gathered_state: dict[str, Any] = _map(gathered, dict(state), "state")
+    gathered_state: dict[str, Any] = _map_tensors(gathered, dict(state), "state")
     return gathered_state
 
 
-def _map(function: Callable[[Tensor], Tensor], value: Any, place: str) -> Any:
+def _map_tensors(function: Callable[[Tensor], Tensor], value: Any, place: str) -> Any:
     kind = type(value)
     if kind is Tensor or kind is nn.Parameter or (isinstance(value, Tensor) and is_sharded(value)):
         return function(value)
     if kind in _PLAIN:
         return value
     if kind is list or kind is tuple:
-        return kind(_map(function, part, f"{place}[{i}]") for i, part in enumerate(value))
+        return kind(_map_tensors(function, part, f"{place}[{i}]") for i, part in enumerate(value))
     if kind in _DICTIONARIES:
         new = copy.copy(value)
         for key, part in value.items():
-            if _map(function, key, f"a key of {place}") is not key:
+            if _map_tensors(function, key, f"a key of {place}") is not key:
                 raise ConfigError(f"{key!r}, a key of {place}, is a tensor: use a string")
-            new[key] = _map(function, part, f"{place}[{key!r}]")
+            new[key] = _map_tensors(function, part, f"{place}[{key!r}]")
         if kind is OrderedDict:  # module.state_dict() stores versions in `_metadata`
-            vars(new).update(_map(function, vars(value), place))
+            vars(new).update(_map_tensors(function, vars(value), place))
         return new
     if isinstance(value, Integral):
         return int(value)
@@ -189,7 +189,7 @@ def _map(function: Callable[[Tensor], Tensor], value: Any, place: str) -> Any:
     )
 
 
-def _copies(tensors: list[Tensor]) -> list[Tensor]:
+def _copy_to_host(tensors: list[Tensor]) -> list[Tensor]:
     on_xla = [tensor for tensor in tensors if tensor.device.type == "xla"]
     from_xla = iter(torch_xla_functions()._xla_get_cpu_tensors(on_xla) if on_xla else ())
     copies: list[Tensor] = []
@@ -198,14 +198,14 @@ def _copies(tensors: list[Tensor]) -> list[Tensor]:
         if tensor.device.type == "xla":
             copies.append(next(from_xla))
             continue
-        place = _place(tensor)
+        place = _key_of_view(tensor)
         if place not in same:
             same[place] = tensor.detach().to("cpu", copy=True)
         copies.append(same[place])
     return copies
 
 
-def _place(tensor: Tensor) -> Hashable:
+def _key_of_view(tensor: Tensor) -> Hashable:
     """Return a key that is equal for tensors that are the same view of the same memory."""
     if tensor.layout != torch.strided or tensor.numel() == 0:
         return id(tensor)
@@ -213,7 +213,7 @@ def _place(tensor: Tensor) -> Hashable:
     return address, tensor.device, tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _unusable(directory: Path, error: OSError) -> ConfigError:
+def _unusable_directory(directory: Path, error: OSError) -> ConfigError:
     return ConfigError(
         f"{directory} cannot hold checkpoints: {error}; name a directory that can be created or "
         "written"
@@ -252,7 +252,7 @@ class Checkpoints:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise _unusable(self.directory, error) from error
+            raise _unusable_directory(self.directory, error) from error
         self._pool = WorkerPool("checkpoint", capacity=0)
         self._lock: BinaryIO | None = None
 
@@ -269,7 +269,7 @@ class Checkpoints:
         try:
             file = (self.directory / ".lock").open("ab")
         except OSError as error:
-            raise _unusable(self.directory, error) from error
+            raise _unusable_directory(self.directory, error) from error
         try:
             # Not flock(): children of a killed process, such as workers of a loader, would hold
             # the lock. Other objects of this process are not refused.
@@ -348,7 +348,7 @@ class Checkpoints:
             CheckpointError: checkpoints exist, but none can be read.
         """
         remove_leftovers(self.directory)
-        checkpoints = self._checkpoints()
+        checkpoints = self._paths_by_step()
         failure: Exception | None = None
         for step in sorted(checkpoints, reverse=True):
             path = checkpoints[step]
@@ -366,7 +366,7 @@ class Checkpoints:
             ) from failure
         return None
 
-    def _checkpoints(self) -> dict[int, Path]:
+    def _paths_by_step(self) -> dict[int, Path]:
         matches = ((path, _NAME.fullmatch(path.name)) for path in self.directory.iterdir())
         return {int(match[1]): path for path, match in matches if match}
 
@@ -375,7 +375,7 @@ class Checkpoints:
         try:
             write(path, step, state)
             # Leave out later steps, from before a restart: counting them would delete this one.
-            earlier = sorted(item for item in self._checkpoints().items() if item[0] <= step)
+            earlier = sorted(item for item in self._paths_by_step().items() if item[0] <= step)
             for _, old in earlier[: -self._keep]:
                 old.unlink(missing_ok=True)
         except Exception as error:  # noqa: BLE001 - a thread's outermost frame

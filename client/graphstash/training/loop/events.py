@@ -202,7 +202,7 @@ class Divergence:
         self._bad_loss_since: int | None = None
         self._skipping_since: int | None = None
 
-    def look(self, first_step: int, rows: Sequence[Mapping[str, float]]) -> None:
+    def check(self, first_step: int, rows: Sequence[Mapping[str, float]]) -> None:
         """Check the rows of steps `first_step`, `first_step + 1`, ...
 
         Raises:

@@ -55,7 +55,7 @@ class Parallel:
             ConfigError: several processes were started without a process group, or are unknown to
                 torch_xla.
         """
-        world = distributed.get_world_size() if _initialized() else 1
+        world = distributed.get_world_size() if _is_initialized() else 1
         if device.type == "xla":
             import torch_xla.runtime as xr
 
@@ -69,7 +69,7 @@ class Parallel:
             return DistributedXla(xr.global_ordinal(), xla_world) if xla_world > 1 else Parallel()
         if world > 1:
             return DistributedTorch(device)
-        if not _initialized() and _started_by_torchrun():
+        if not _is_initialized() and _started_by_torchrun():
             raise ConfigError(
                 "torchrun started this process, but there is no process group; call "
                 "torch.distributed.init_process_group() before the training"
@@ -160,7 +160,7 @@ class DistributedTorch(Parallel):
                 device_ids = [self._device] if on_cuda and not spans_devices else None
                 model = DistributedDataParallel(model, device_ids=device_ids)
         if reduce is not None:
-            _register(model, reduce)
+            _register_hook(model, reduce)
         return model
 
     def reducing(self, model: nn.Module, *, last: bool) -> AbstractContextManager[None]:
@@ -178,8 +178,8 @@ class DistributedTorch(Parallel):
         # NCCL sends objects through the current device, which is cuda:0 on every rank of a script
         # that does not call torch.cuda.set_device().
         with torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext():
-            distributed.all_gather_object(payloads, _packed(value))
-        return [_unpacked(payload) for payload in payloads]
+            distributed.all_gather_object(payloads, _pack(value))
+        return [_unpack(payload) for payload in payloads]
 
 
 @contextmanager
@@ -198,7 +198,7 @@ def _on_side_stream(device: torch.device) -> Iterator[None]:
     current.wait_stream(side)
 
 
-def _register(model: DistributedDataParallel, reduce: SparseState) -> None:
+def _register_hook(model: DistributedDataParallel, reduce: SparseState) -> None:
     ranks = distributed.get_process_group_ranks(model.process_group)
     if ranks != reduce.ranks:
         raise ConfigError(
@@ -243,21 +243,21 @@ class DistributedXla(Parallel):
         """Gather with torch_xla's rendezvous, which runs its own graphs."""
         import torch_xla.core.xla_model as xm
 
-        return [_unpacked(payload) for payload in xm.rendezvous("graphstash", _packed(value))]
+        return [_unpack(payload) for payload in xm.rendezvous("graphstash", _pack(value))]
 
 
-def _packed(value: Any) -> bytes:
+def _pack(value: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)  # plain pickle cannot restore tensors of unsigned integers
     return buffer.getvalue()
 
 
-def _unpacked(payload: bytes) -> Any:
+def _unpack(payload: bytes) -> Any:
     # The payload comes from a process of the same job, so unpickling it is safe.
     return torch.load(io.BytesIO(payload), weights_only=False)
 
 
-def _initialized() -> bool:
+def _is_initialized() -> bool:
     return distributed.is_available() and distributed.is_initialized()
 
 

@@ -29,9 +29,9 @@ from graphstash.training.loop.training_step import Options, Stateful
 
 __all__ = [
     "common_arguments",
+    "describe_run",
     "load_schedule",
-    "record",
-    "require_same",
+    "require_compatible",
     "schedule_state",
     "state_of",
     "warn_of_changes",
@@ -86,11 +86,11 @@ def _with_functions(schedule: Any, state: dict[str, Any]) -> dict[str, Any]:
     return new
 
 
-def record(options: Options) -> dict[str, Any]:
+def describe_run(options: Options) -> dict[str, Any]:
     """Return what a checkpoint records of its run."""
     return {
         "arguments": _arguments(options),
-        "parameters": _names(options.model, options.optimizer.param_groups),
+        "parameters": _parameter_names(options.model, options.optimizer.param_groups),
         "sizes": _settings(options),
         "seeds": _seeds(options.data),
     }
@@ -111,8 +111,8 @@ def common_arguments(options: Options) -> dict[str, Any]:
         **{name: getattr(options, name) for name in names},
         "checkpoint_every": None if options.checkpoints is None else options.checkpoint_every,
         "the set of logging boundaries": _boundaries(options),
-        "the order of the optimizer's parameters": _names(options.model, groups),
-        **_rates({"param_groups": groups}),
+        "the order of the optimizer's parameters": _parameter_names(options.model, groups),
+        **_group_options({"param_groups": groups}),
         **numbers,
         **_constants(state_of(options.loss_scale), "the loss scale's"),
     }
@@ -133,7 +133,7 @@ def _boundaries(options: Options) -> tuple[list[int], bool]:
     )
 
 
-def require_same(found: Checkpoint, options: Options) -> None:
+def require_compatible(found: Checkpoint, options: Options) -> None:
     """Check that the run can continue from the checkpoint.
 
     Raises:
@@ -158,31 +158,31 @@ def warn_of_changes(found: Checkpoint, options: Options) -> None:
     """Warn of changes that are allowed on resume, but often a mistake."""
     state = found.state
     restored = (
-        (_rates(state["optimizer"]), _rates(options.optimizer.state_dict())),
-        _both("schedule", state, schedule_state(options.schedule)),
-        _both("loss_scale", state, state_of(options.loss_scale)),
+        (_group_options(state["optimizer"]), _group_options(options.optimizer.state_dict())),
+        _constants_then_and_now("schedule", state, schedule_state(options.schedule)),
+        _constants_then_and_now("loss_scale", state, state_of(options.loss_scale)),
         (state.get("seeds", {}), _seeds(options.data)),
     )
     for then, now in restored:
-        for name in _differing(then, now):
+        for name in _changed_names(then, now):
             _log.warning(
                 "%s was made with %s=%s, but this run has %s; it resumes with %s: to start with "
                 "another value, give another directory",
                 *(found.path, name, short(then[name]), short(now[name]), short(then[name])),
             )
     then, now = state.get("sizes", {}), _settings(options)
-    for name in _differing(then, now):
+    for name in _changed_names(then, now):
         _log.warning(
             "%s was made with %s=%s; this run resumes with %s",
             *(found.path, name, short(then[name]), short(now[name])),
         )
 
 
-def _differing(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def _changed_names(then: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [name for name in sorted(then.keys() & now.keys()) if then[name] != now[name]]
 
 
-def _both(
+def _constants_then_and_now(
     name: str, state: Mapping[str, Any], part: Mapping[str, Any] | None
 ) -> tuple[dict[str, object], dict[str, object]]:
     owner = f"the {name.replace('_', ' ')}'s"
@@ -194,25 +194,25 @@ def _arguments(options: Options) -> dict[str, Any]:
         "optimizer": type(options.optimizer).__name__,
         "accumulate": options.accumulate,
         "schedule": options.schedule and type(options.schedule).__name__,
-        "schedules": _kinds(options.schedule),
+        "schedules": _types_of_parts(options.schedule),
         "loss_scale": options.loss_scale and type(options.loss_scale).__name__,
         "stateful": sorted(options.stateful),
     }
 
 
-def _kinds(schedule: Any) -> list[str]:
+def _types_of_parts(schedule: Any) -> list[str]:
     inner = getattr(schedule, "_schedulers", ())
-    return [name for each in inner for name in (type(each).__name__, *_kinds(each))]
+    return [name for each in inner for name in (type(each).__name__, *_types_of_parts(each))]
 
 
-def _names(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> list[list[str]]:
+def _parameter_names(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> list[list[str]]:
     """Return the names of the parameters of each group; "" for those outside of the model."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return [[names.get(id(each), "") for each in group["params"]] for group in groups]
 
 
 def _require_same_order(found: Checkpoint, options: Options) -> None:
-    now = _names(options.model, options.optimizer.param_groups)
+    now = _parameter_names(options.model, options.optimizer.param_groups)
     then = found.state.get("parameters", now)
     known = {"", *(name for name, _ in options.model.named_parameters(remove_duplicate=False))}
     if then == now or not known.issuperset(name for group in then for name in group):
@@ -234,7 +234,7 @@ def _require_same_order(found: Checkpoint, options: Options) -> None:
     )
 
 
-def _rates(optimizer: Mapping[str, Any]) -> dict[str, object]:
+def _group_options(optimizer: Mapping[str, Any]) -> dict[str, object]:
     """Return the options of each group that no schedule changes, and initial learning rates."""
     found: dict[str, object] = {}
     for number, group in enumerate(optimizer["param_groups"]):

@@ -29,8 +29,8 @@ from graphstash.training.checkpoints import (
     Checkpoint,
     CheckpointError,
     Checkpoints,
+    gather_shards,
     to_host,
-    whole,
 )
 from graphstash.training.data.batches import Batches
 from graphstash.training.data.device_loader import (
@@ -60,9 +60,9 @@ from graphstash.training.loop.events import (
 from graphstash.training.loop.parallel import Parallel
 from graphstash.training.loop.resuming import (
     common_arguments,
+    describe_run,
     load_schedule,
-    record,
-    require_same,
+    require_compatible,
     schedule_state,
     state_of,
     warn_of_changes,
@@ -91,7 +91,7 @@ class _Run:
         """Number of steps whose rows of the log the host has read."""
         self.saved = 0
         self.fusion: Fusion | None = None
-        self.steps_are_seen = any(type(c).on_step is not Callback.on_step for c in callbacks)
+        self.has_step_callbacks = any(type(c).on_step is not Callback.on_step for c in callbacks)
         self.in_step = False
         """Whether the state may not be saved: partly updated, or replaced by averages."""
         self.stop_requested = False
@@ -112,16 +112,16 @@ class _Run:
         elements = (options.model, options.optimizer, options.loss_scale)
         self.elements: list[StateElement] = [part for part in elements if part is not None]
         switches = (getattr(options.optimizer, name, None) for name in ("train", "eval"))
-        self.averaging: Any = options.optimizer if all(map(callable, switches)) else None
+        self.averaging_optimizer: Any = options.optimizer if all(map(callable, switches)) else None
         """The optimizer, if it evaluates averaged parameters (Schedule-Free)."""
 
     def resume(self) -> None:
-        found = self._newest()
+        found = self._load_newest()
         if found is None:
             to_host(self._state())  # raises before the first step if state cannot be saved
             return
         state = found.state
-        require_same(found, self.options)
+        require_compatible(found, self.options)
         warn_of_changes(found, self.options)
         self._load_weights(state["model"], state["optimizer"])
         if self.options.schedule is not None:
@@ -137,7 +137,7 @@ class _Run:
             settle(State([element]).tensors())
         self.done = self.logged = self.saved = found.step
 
-    def _newest(self) -> Checkpoint | None:
+    def _load_newest(self) -> Checkpoint | None:
         """Lock the directory, and return its newest checkpoint. An error is raised in every
         process: none may wait for a process that has failed.
         """
@@ -199,17 +199,18 @@ class _Run:
         self.options.model.load_state_dict(model)
         self.options.optimizer.load_state_dict(optimizer)
 
-    def loop(self) -> TrainingResult:
+    def train(self) -> TrainingResult:
         began = self.interval_began = time.perf_counter()
         resumed_from = self.done
         stopped_by: Literal["steps", "callback"] = "steps"
-        if self.averaging is not None:
-            self.averaging.train()  # the caller or a checkpoint may have left it in eval mode
+        if self.averaging_optimizer is not None:
+            # The caller or a checkpoint may have left it in eval mode.
+            self.averaging_optimizer.train()
         with self._fused(), _Signals(interrupt=self.checkpoints is not None) as signals:
             self._notify(lambda callback: callback.on_start(self.done, self.options.steps))
-            with self._loader() as loader:
+            with self._open_loader() as loader:
                 try:
-                    self._make_steps(loader, self._one_step(), signals)
+                    self._make_steps(loader, self._make_step_function(), signals)
                 except BaseException as error:
                     self._save_after(error)
                     if self.changed_batches not in (None, error):  # autograd raises another error
@@ -267,12 +268,12 @@ class _Run:
             self.in_step = False
             if self.done == resumed_from + 1:
                 record_step()
-            if self.steps_are_seen:
+            if self.has_step_callbacks:
                 self._make_waiting_updates()
             self._notify(lambda callback: callback.on_step(self.done))
             is_boundary = self._is_boundary(self.done)
             if is_boundary:
-                self._boundary()
+                self._pass_boundary()
             if (is_boundary or stops_between) and self._is_stopping(signals):
                 return
 
@@ -314,7 +315,7 @@ class _Run:
                 self._save()
             self.checkpoints.wait()
 
-    def _one_step(self) -> Callable[..., object]:
+    def _make_step_function(self) -> Callable[..., object]:
         if self.options.traced:
             return traced_step(self.step, [*self.elements, self.step.log])
         if self.device.type != "xla":
@@ -327,7 +328,7 @@ class _Run:
 
         return lazy_step
 
-    def _loader(self) -> "_Loader":
+    def _open_loader(self) -> "_Loader":
         self.loaded = self.taken = self.done
 
         def upload(batches: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -338,7 +339,7 @@ class _Run:
             ahead = 0 if self.device.type == "cpu" else 2
         if ahead == 0:
             # Steps and data may share generators, so `_state` takes the position after the step.
-            return InlineLoader(self._grouped(remember=False), upload=upload)
+            return InlineLoader(self._load_steps(remember=False), upload=upload)
         if self.checkpoints is not None and self.device.type == "cpu":
             _log.warning(
                 "with ahead=%d on a CPU, batches are loaded while the model draws from the same "
@@ -347,10 +348,10 @@ class _Run:
                 ahead,
             )
         self.shares_batches = self.device.type == "cpu"
-        steps = self._grouped(remember=self.checkpoints is not None)
+        steps = self._load_steps(remember=self.checkpoints is not None)
         return DeviceLoader(steps, ahead=ahead, upload=upload)
 
-    def _grouped(self, *, remember: bool) -> Iterator[tuple[Any, ...]]:
+    def _load_steps(self, *, remember: bool) -> Iterator[tuple[Any, ...]]:
         """Yield the batches of each step. With `remember`, record boundaries in `positions`."""
         waiting: list[tuple[int, Tensor, int]] = []  # step, tensor of a batch, and its version
         try:
@@ -412,7 +413,7 @@ class _Run:
             self.fusion.flush()
             self.in_step = False
 
-    def _boundary(self) -> None:
+    def _pass_boundary(self) -> None:
         self._read_log()
         if self._evaluates(self.done):
             self._evaluate()
@@ -424,7 +425,7 @@ class _Run:
         self._make_waiting_updates()
         rows = self.step.log.read(self.done - self.logged)
         seconds = time.perf_counter() - self.interval_began
-        self.divergence.look(self.logged + 1, rows)
+        self.divergence.check(self.logged + 1, rows)
         self.logged = self.done
         entry = LogEntry(
             step=self.done,
@@ -463,15 +464,15 @@ class _Run:
     @contextmanager
     def _averaged(self) -> Iterator[None]:
         """Put the averages of a Schedule-Free optimizer into the model. Block checkpoints."""
-        if self.averaging is None:
+        if self.averaging_optimizer is None:
             yield
             return
         self.in_step = True
         try:
-            self.averaging.eval()
+            self.averaging_optimizer.eval()
             yield
         finally:
-            self.averaging.train()
+            self.averaging_optimizer.train()
             self.in_step = False
 
     def _save(self) -> None:
@@ -491,9 +492,9 @@ class _Run:
         # Without a recorded position, all loaded batches were trained on.
         position = self.positions.get(self.done) or self._position()
         return {
-            **record(self.options),
-            "model": whole(self.options.model.state_dict()),
-            "optimizer": whole(self.options.optimizer.state_dict()),
+            **describe_run(self.options),
+            "model": gather_shards(self.options.model.state_dict()),
+            "optimizer": gather_shards(self.options.optimizer.state_dict()),
             "schedule": schedule_state(self.options.schedule),
             "loss_scale": state_of(self.options.loss_scale),
             "stateful": {name: state_of(part) for name, part in self.options.stateful.items()},
@@ -653,4 +654,4 @@ def train(options: Options) -> TrainingResult:  # noqa: D417 - documents the fie
                 Checkpoints(options.checkpoints, keep=options.keep)
             )
             run.resume()
-        return run.loop()
+        return run.train()
