@@ -75,17 +75,17 @@ def search(
                 places_in += _places_in(name, each)
         for place in places_in:
             found = place.get()
-            if _is_a(found, *kinds):
+            if _is_instance(found, *kinds):
                 if (id(place.holder), place.key) not in places:
                     places.add((id(place.holder), place.key))
                     kept.append(place.holder)
                     yield place, found
-            elif not _is_a(found, str, bytes, int, float, complex, type(None)):
+            elif not _is_instance(found, str, bytes, int, float, complex, type(None)):
                 queue.append((place.name, found))
 
 
 def _width(each: Any) -> int:
-    return len(each) if _is_a(each, *_CONTAINERS) else 0
+    return len(each) if _is_instance(each, *_CONTAINERS) else 0
 
 
 def _places_in(name: str, each: Any) -> Iterator[Place]:
@@ -94,18 +94,18 @@ def _places_in(name: str, each: Any) -> Iterator[Place]:
     elif isinstance(each, list):
         yield from (Place(name, each, number) for number in range(len(each)))
     elif isinstance(each, tuple | set | frozenset):
-        yield from _of(name, each)
+        yield from _places_of_values(name, each)
     elif isinstance(each, MethodType):
-        yield from _of(name or "self", (each.__self__, each.__func__))
+        yield from _places_of_values(name or "self", (each.__self__, each.__func__))
     elif isinstance(each, partial):
-        yield from _of(name, (each.func, *each.args, *each.keywords.values()))
+        yield from _places_of_values(name, (each.func, *each.args, *each.keywords.values()))
     elif isinstance(each, FunctionType):
         yield from _places_in_function(each)
-    elif not _is_a(each, type, ModuleType):
+    elif not _is_instance(each, type, ModuleType):
         yield from _places_in_object(name, each)
 
 
-def _of(name: str, values: Iterable[object]) -> Iterator[Place]:
+def _places_of_values(name: str, values: Iterable[object]) -> Iterator[Place]:
     """Yield places that cannot be written."""
     values = list(values)
     return (Place(name, values, number) for number in range(len(values)))
@@ -117,8 +117,8 @@ def _places_in_function(function: FunctionType) -> Iterator[Place]:
     code = function.__code__
     for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         yield Place(variable, cell, None)
-    yield from _of(function.__name__, function.__defaults__ or ())
-    yield from _of(function.__name__, (function.__kwdefaults__ or {}).values())
+    yield from _places_of_values(function.__name__, function.__defaults__ or ())
+    yield from _places_of_values(function.__name__, (function.__kwdefaults__ or {}).values())
     names = set(_names_in(code))
     for variable in names & function.__globals__.keys():
         value = function.__globals__[variable]
@@ -136,7 +136,7 @@ def _places_in_object(name: str, each: Any) -> Iterator[Place]:
     for kind in type(each).__mro__:
         if not _is_foreign(kind.__module__):
             kinds = (FunctionType, Tensor, list, dict)
-            yield from _of(
+            yield from _places_of_values(
                 name, [value for value in vars(kind).values() if isinstance(value, kinds)]
             )
 
@@ -148,7 +148,7 @@ def _names_in(code: CodeType) -> Iterator[str]:
             yield from _names_in(constant)
 
 
-def _is_a(each: object, *kinds: type) -> bool:
+def _is_instance(each: object, *kinds: type) -> bool:
     """Return whether an object has one of the types. `isinstance` may run code of a proxy."""
     return issubclass(type(each), kinds)
 

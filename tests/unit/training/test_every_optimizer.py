@@ -312,11 +312,11 @@ def test_batches_change_no_bit_of_any_matrix(shape, is_transposed):
         matrices = [torch.randn(shape, generator=generator) for _ in range(3)]
         if is_transposed:
             matrices = [matrix.T for matrix in matrices]
-        for numbers in muon._alike(matrices, iteration):
+        for numbers in muon._group_alike(matrices, iteration):
             if len(numbers) > 1:
                 chosen = [matrices[number] for number in numbers]
-                alone = [muon._orthogonal(matrix, *iteration) for matrix in chosen]
-                assert_equal(muon._orthogonal_batch(chosen, *iteration).unbind(), alone)
+                alone = [muon._orthogonalize(matrix, *iteration) for matrix in chosen]
+                assert_equal(muon._orthogonalize_batch(chosen, *iteration).unbind(), alone)
 
 
 # Types.

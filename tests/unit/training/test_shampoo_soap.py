@@ -216,8 +216,8 @@ class Gate:
 
     def __init__(self, monkeypatch):
         self.opened = threading.Event()
-        self.finite = background._finite
-        monkeypatch.setattr(background, "_finite", self)
+        self.finite = background._compute_finite
+        monkeypatch.setattr(background, "_compute_finite", self)
 
     def __call__(self, compute, snapshot):
         if not snapshot.is_first:
@@ -313,13 +313,13 @@ def test_roots_are_never_used_early_with_several_processes():
 
 @pytest.mark.parametrize("delay", [0, 1])
 def test_skipped_step_starts_no_computation(monkeypatch, delay):
-    seen, finite = [], background._finite
+    seen, finite = [], background._compute_finite
 
     def watched(compute, snapshot):
         seen.append(finite(compute, snapshot))
         return seen[-1]
 
-    monkeypatch.setattr(background, "_finite", watched)
+    monkeypatch.setattr(background, "_compute_finite", watched)
     parameters = shaped(MATRICES[:1])
     mine = SOAP(parameters, precondition_frequency=1, delay=delay)
     run(parameters, mine, range(4), bad={0: math.inf, 2: math.nan})
@@ -531,7 +531,7 @@ from graphstash.training import Shampoo
 from graphstash.training.optimizers import background
 
 torch.set_num_threads(1)
-gate, began, finite = threading.Event(), threading.Event(), background._finite
+gate, began, finite = threading.Event(), threading.Event(), background._compute_finite
 
 def gated(compute, snapshot):
     if not snapshot.is_first:
@@ -539,7 +539,7 @@ def gated(compute, snapshot):
         gate.wait()
     return finite(compute, snapshot)
 
-background._finite = gated
+background._compute_finite = gated
 parameter = nn.Parameter(torch.ones(4, 3))
 optimizer = Shampoo([parameter], precondition_frequency=2, delay=2, deterministic=True)
 

@@ -202,7 +202,7 @@ class DataPosition:
             return iter(data)
         self._drew_in_workers = torch.zeros(1, dtype=torch.bool).share_memory_()
         collate = data.collate_fn
-        data.collate_fn = _Watched(collate, self._drew_in_workers)
+        data.collate_fn = _WatchedCollation(collate, self._drew_in_workers)
         try:
             return iter(data)
         finally:
@@ -299,7 +299,7 @@ class _Alternation(AbstractContextManager[None]):
             self.found = ", ".join(sorted(_changed(self._before, self._last) & self._others))
 
 
-class _Watched:
+class _WatchedCollation:
     """A `collate_fn` that stores in shared memory whether batches of its process change generators.
 
     The first call only reads their states.

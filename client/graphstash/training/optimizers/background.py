@@ -49,7 +49,7 @@ class Snapshot(NamedTuple):
 Compute = Callable[[Snapshot], Roots]
 
 
-class _Kind(IntEnum):
+class _Result(IntEnum):
     NONE = 0
     NOTHING = 1
     FAILED = 2
@@ -98,13 +98,13 @@ class Pending:
             calls: Number of the parameter's last call.
 
         Returns:
-            [2 + numel + rows]: a `_Kind`; calls until the roots are due; the roots; their order.
+            [2 + numel + rows]: a `_Result`; calls until the roots are due; the roots; their order.
                 Missing parts are zeros.
         """
         flat, order, has_failed = self.roots()
-        kind = _Kind.FAILED if has_failed else _Kind.NOTHING
+        kind = _Result.FAILED if has_failed else _Result.NOTHING
         if flat is not None:
-            kind = _Kind.ROOTS if order is None else _Kind.SORTED
+            kind = _Result.ROOTS if order is None else _Result.SORTED
         head = nothing.new_tensor([kind, self.due - calls])
         present = [head, *(each.to(nothing) for each in (flat, order) if each is not None)]
         used = torch.cat(present)
@@ -114,13 +114,13 @@ class Pending:
     def from_plain(cls, plain: Tensor, calls: int, factors: Factors) -> Self | None:
         """Return the inverse of `plain`; None if no roots are pending."""
         kind, wait = (int(number) for number in plain[:2].tolist())
-        if kind == _Kind.NONE:
+        if kind == _Result.NONE:
             return None
         flat, order = torch.split(plain[2:].clone(), [factors.numel, factors.rows])
         roots = Roots(
-            flat if kind in {_Kind.ROOTS, _Kind.SORTED} else None,
-            order.long() if kind == _Kind.SORTED else None,
-            kind == _Kind.FAILED,
+            flat if kind in {_Result.ROOTS, _Result.SORTED} else None,
+            order.long() if kind == _Result.SORTED else None,
+            kind == _Result.FAILED,
         )
         return cls(calls + wait, partial(Roots, *roots))
 
@@ -145,8 +145,8 @@ class Background:
         if self._pool is None or self._pid != os.getpid():
             self._pool = WorkerPool("roots", capacity=_UNLIMITED)
             self._pid = os.getpid()
-        event = _recorded(snapshot.statistics.device)
-        call = partial(_computed, compute, snapshot, event)
+        event = _record_snapshot(snapshot.statistics.device)
+        call = partial(_compute_after, compute, snapshot, event)
         return Pending(due, call, self._pool.submit(call))
 
     def close(self) -> None:
@@ -156,7 +156,7 @@ class Background:
             pool.close()
 
 
-def _recorded(device: torch.device) -> "torch.cuda.Event | None":
+def _record_snapshot(device: torch.device) -> "torch.cuda.Event | None":
     """Return a CUDA event that completes after the device has made the snapshot."""
     if device.type != "cuda":
         return None
@@ -165,20 +165,20 @@ def _recorded(device: torch.device) -> "torch.cuda.Event | None":
     return event
 
 
-def _computed(compute: Compute, snapshot: Snapshot, made: "torch.cuda.Event | None") -> Roots:
+def _compute_after(compute: Compute, snapshot: Snapshot, made: "torch.cuda.Event | None") -> Roots:
     # Fusion arms tensors of the state to notice other users. This thread is the optimizer's own.
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         if made is None:
-            return _finite(compute, snapshot)
+            return _compute_finite(compute, snapshot)
         stream = torch.cuda.Stream(snapshot.statistics.device)
         with torch.cuda.stream(stream):
             stream.wait_event(made)
-            roots = _finite(compute, snapshot)
+            roots = _compute_finite(compute, snapshot)
             stream.synchronize()
             return roots
 
 
-def _finite(compute: Compute, snapshot: Snapshot) -> Roots:
+def _compute_finite(compute: Compute, snapshot: Snapshot) -> Roots:
     """Return the roots. Return none for a bad step, which did not change the statistics."""
     if snapshot.found_inf is not None and bool(snapshot.found_inf != 0):
         return Roots()

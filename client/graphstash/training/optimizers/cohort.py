@@ -117,7 +117,7 @@ class Cohort:
         if not numbers[True]:
             return None, self
         # Both parts increment their step, and the copy is dropped.
-        return self._of(numbers[True]), self._of(numbers[False], step=self.step.clone())
+        return self._select(numbers[True]), self._select(numbers[False], step=self.step.clone())
 
     def in_parts(self) -> Iterator["Cohort"]:
         """Yield parts whose new values fit into the cache of a CPU. The last part has `step`.
@@ -135,13 +135,13 @@ class Cohort:
         room = _PART_BYTES
         for number in sorted(range(len(sizes)), key=lambda n: tuple(self.parameters[n].shape)):
             if numbers and sizes[number] > room:
-                yield self._of(numbers, step=self.step.clone())
+                yield self._select(numbers, step=self.step.clone())
                 numbers, room = [], _PART_BYTES
             numbers.append(number)
             room -= sizes[number]
-        yield self._of(numbers)
+        yield self._select(numbers)
 
-    def _of(self, numbers: Sequence[int], **changes: Any) -> "Cohort":
+    def _select(self, numbers: Sequence[int], **changes: Any) -> "Cohort":
         def chosen(tensors: Sequence[Tensor]) -> list[Tensor]:
             return [tensors[number] for number in numbers]
 

@@ -44,7 +44,7 @@ def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], 
     for parameter, gradient, *state in zip(old.parameters, old.gradients, *old.slots, strict=True):
         if is_quantized:
             pairs = zip(state[::2], state[1::2], _SIGNED, strict=True)
-            moments = [_dequantized(codes, scale, signed=signed) for codes, scale, signed in pairs]
+            moments = [_dequantize(codes, scale, signed=signed) for codes, scale, signed in pairs]
         else:
             moments = [_at_least_float32(each) for each in state]
         alone = old._replace(
@@ -57,9 +57,7 @@ def _formula(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], 
         moments = [moment for (moment,) in after]
         if is_quantized:
             both = zip(moments, _SIGNED, strict=True)
-            moments = [
-                part for moment, signed in both for part in _quantized(moment, signed=signed)
-            ]
+            moments = [part for moment, signed in both for part in _quantize(moment, signed=signed)]
         for slot, moment in zip(slots, moments, strict=True):
             slot.append(moment)
     return parameters, slots
@@ -69,12 +67,12 @@ def _at_least_float32(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-def _dequantized(codes: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
+def _dequantize(codes: Tensor, scale: Tensor, *, signed: bool) -> Tensor:
     read: Tensor = _torchao().dequant_with_qmap(codes, _table(codes.device, signed=signed), scale)
     return read
 
 
-def _quantized(moment: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
+def _quantize(moment: Tensor, *, signed: bool) -> tuple[Tensor, Tensor]:
     """Return the codes, in the moment's shape, and the scale of each block."""
     within, scale = _torchao().scale_tensor(moment.float().contiguous(), _BLOCK)
     table = _table(moment.device, signed=signed)
@@ -174,7 +172,7 @@ class Adam8bit(Adam):
                 parts = (
                     (moment.codes, moment.scale)
                     if hasattr(moment, "codes")
-                    else _quantized(moment, signed=signed)
+                    else _quantize(moment, signed=signed)
                 )
                 state |= {f"{name}_{n}": part for n, part in zip(_PARTS, parts, strict=True)}
         return super()._adopt(group, parameter, state, *more)

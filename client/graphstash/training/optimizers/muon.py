@@ -68,13 +68,13 @@ def _muon(old: Split, step: Tensor, options: Options) -> tuple[list[Tensor], lis
     if nesterov:
         updates = list(torch._foreach_lerp(gradients, buffers, weight_of_mean * len(buffers)))
     matrices = [update.flatten(1) for update in updates]
-    for numbers in _alike(matrices, (coefficients, iterations)):
+    for numbers in _group_alike(matrices, (coefficients, iterations)):
         ratio = _RATIOS[adjustment](*matrices[numbers[0]].shape)
         chosen = [matrices[number] for number in numbers]
         if len(numbers) == 1:
-            batch = _orthogonal(chosen[0], coefficients, iterations)[None]
+            batch = _orthogonalize(chosen[0], coefficients, iterations)[None]
         else:
-            batch = _orthogonal_batch(chosen, coefficients, iterations)
+            batch = _orthogonalize_batch(chosen, coefficients, iterations)
         changes = batch.to(parameters[numbers[0]].dtype) * (lr * ratio)
         for number, change in zip(numbers, changes.unbind(), strict=True):
             parameter = parameters[number]
@@ -90,7 +90,7 @@ _Iteration = tuple[tuple[float, float, float], int]
 """Coefficients, and the number of iterations."""
 
 
-def _alike(matrices: Sequence[Tensor], iteration: _Iteration) -> list[list[int]]:
+def _group_alike(matrices: Sequence[Tensor], iteration: _Iteration) -> list[list[int]]:
     """Return the numbers of the matrices that may be computed in a batch together."""
     alone = [[number] for number in range(len(matrices))]
     first = matrices[0]
@@ -130,8 +130,8 @@ def _is_batch_exact(
     random = partial(torch.randn, generator=torch.Generator("cpu").manual_seed(count), device="cpu")
     for _ in range(max(1, _TESTED_ELEMENTS // (count * shape.numel()))):
         matrices = [random(shape).to(dtype) for _ in range(count)]
-        batch = _orthogonal_batch(matrices, *iteration)
-        alone = [_orthogonal(matrix, *iteration) for matrix in matrices]
+        batch = _orthogonalize_batch(matrices, *iteration)
+        alone = [_orthogonalize(matrix, *iteration) for matrix in matrices]
         if not all(map(torch.equal, batch.unbind(), alone)):
             return False
     return True
@@ -169,7 +169,7 @@ def _adds_alike(count: int, shape: torch.Size) -> bool:
     return True
 
 
-def _orthogonal(
+def _orthogonalize(
     matrix: Tensor, coefficients: tuple[float, float, float], iterations: int
 ) -> Tensor:
     a, b, c = coefficients
@@ -183,10 +183,10 @@ def _orthogonal(
     return x.T if is_tall else x
 
 
-def _orthogonal_batch(
+def _orthogonalize_batch(
     matrices: Sequence[Tensor], coefficients: tuple[float, float, float], iterations: int
 ) -> Tensor:
-    """Return what `_orthogonal` returns for matrices of one shape, stacked."""
+    """Return what `_orthogonalize` returns for matrices of one shape, stacked."""
     a, b, c = coefficients
     x = torch.stack(list(matrices)).to(torch.bfloat16)
     is_tall = x.shape[1] > x.shape[2]

@@ -43,7 +43,7 @@ from graphstash.training.reduce.blocks import (
     written_back,
 )
 from graphstash.training.reduce.opening import MAX_NUMBER, NUMBER_BYTES, Opening
-from graphstash.training.reduce.slots import Blocks, Slots, Union, Wire, gathers, padded, send
+from graphstash.training.reduce.slots import Blocks, Slots, Union, Wire, gathers, pad, send
 
 __all__ = ["BlockSparseAllReduce", "Sent"]
 
@@ -309,7 +309,7 @@ class BlockSparseAllReduce:
         # NCCL has no OR, so it sends a byte per block.
         flag_bytes = blocks if own.is_cuda else -(-blocks // 8)
         if gathers(ranks, most * NUMBER_BYTES, flag_bytes) and blocks < MAX_NUMBER:
-            numbers = padded(own, most)
+            numbers = pad(own, most)
             received = numbers.new_empty(ranks * most)
             with Lent(received, numbers):
                 distributed.all_gather_into_tensor(received, numbers, group=self.group)

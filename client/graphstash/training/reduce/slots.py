@@ -20,7 +20,7 @@ from graphstash.training.lent import Lent
 from graphstash.training.reduce.blocks import BlockView, SparseRows
 from graphstash.training.reduce.opening import MAX_NUMBER, NUMBER_BYTES, Form, Opening, aligned
 
-__all__ = ["Blocks", "Slots", "Union", "Wire", "gathers", "padded", "send"]
+__all__ = ["Blocks", "Slots", "Union", "Wire", "gathers", "pad", "send"]
 
 Blocks: TypeAlias = BlockView | SparseRows
 
@@ -68,7 +68,7 @@ def gathers(ranks: int, most_bytes: int, union_bytes: int) -> bool:
     return ranks * most_bytes < 2 * union_bytes + ranks * _MESSAGE_BYTES
 
 
-def padded(numbers: Tensor, length: int) -> Tensor:
+def pad(numbers: Tensor, length: int) -> Tensor:
     """Return the numbers as int32, filled up with -1."""
     result = numbers.new_full((length,), -1, dtype=torch.int32)
     result[: len(numbers)] = numbers
@@ -140,17 +140,17 @@ class Slots:
         union_bytes = len(union.numbers) * self.form.block_bytes
         if gathers(len(filled), gathered_bytes, union_bytes) and self.form.blocks < MAX_NUMBER:
             first = opening.blocks(grid, self._wire.dtype or self.blocks.dtype)
-            return self._gathered(own, union, filled, first, most)
-        return self._summed(union.numbers)
+            return self._gather_slots(own, union, filled, first, most)
+        return self._sum_slots(union.numbers)
 
-    def _summed(self, union: Tensor) -> Iterator[_Sending]:
+    def _sum_slots(self, union: Tensor) -> Iterator[_Sending]:
         for numbers in torch.split(union, self._most) if len(union) else ():
             wire = self.packed(numbers)
             lent = Lent(wire)
             lent.work = distributed.all_reduce(wire, group=self._group, async_op=True)
             yield _Sending(wire.nbytes, lent, partial(self._unpack, numbers, wire))
 
-    def _gathered(
+    def _gather_slots(
         self,
         own: Tensor,
         union: Union,
@@ -189,7 +189,7 @@ class Slots:
         length = head + aligned(capacity * self.form.block_bytes)
         message = numbers.new_zeros(length, dtype=torch.uint8)
         if parsed:
-            message[: capacity * NUMBER_BYTES] = padded(numbers, capacity).view(torch.uint8)
+            message[: capacity * NUMBER_BYTES] = pad(numbers, capacity).view(torch.uint8)
         packed = self.packed(numbers).view(torch.uint8)
         message[head : head + len(packed)] = packed
         return message

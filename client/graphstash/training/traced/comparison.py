@@ -80,20 +80,20 @@ def compared(
     """
     written = changes.written
     try:
-        if not _fits(state):
+        if not _has_room_for_copies(state):
             _log.warning("the host's memory is too small to compare a CUDA graph with its function")
             return Comparison(is_made=False, result=None, reason=None)
         before = _Values(state, device, outside=written)
         before.write()  # now, because some tensors cannot be written
         reached = None if outside is None else outside()
     except Exception as error:  # noqa: BLE001 - the step runs without a graph
-        return Comparison(is_made=False, result=None, reason=_incomparable(error))
+        return Comparison(is_made=False, result=None, reason=_why_incomparable(error))
     try:
         with torch.enable_grad():
             result = function()
     except torch.OutOfMemoryError as error:
         before.write()
-        return Comparison(is_made=False, result=None, reason=_incomparable(error))
+        return Comparison(is_made=False, result=None, reason=_why_incomparable(error))
     reason = None
     grads: Sequence[Tensor | None] | None = None
     expected: _Values | None = None
@@ -126,13 +126,13 @@ def compared(
                 for place, tensor in changes.replaced:
                     place.set(tensor)
     except Exception as error:  # noqa: BLE001 - the step is made: it only runs without a graph
-        reason = _incomparable(error)
+        reason = _why_incomparable(error)
     if expected is not None:
         expected.write(grads=grads)
     return Comparison(is_made=True, result=result, reason=reason)
 
 
-def _incomparable(error: Exception) -> str:
+def _why_incomparable(error: Exception) -> str:
     return f"its CUDA graph cannot be compared: {type(error).__name__}: {error}"
 
 
@@ -152,9 +152,9 @@ class _Values:
         own = _tensors_of(state)
         self.tensors = [*own, *outside.values()]
         self.names = [*state.names(own), *outside]
-        self.values = [_on_host(tensor) for tensor in self.tensors]
+        self.values = [_copy_to_host(tensor) for tensor in self.tensors]
         self.grads = [parameter.grad for parameter in state.parameters]
-        self.grad_values = [None if grad is None else _on_host(grad) for grad in self.grads]
+        self.grad_values = [None if grad is None else _copy_to_host(grad) for grad in self.grads]
         self.results, self.constants = _results_of(result)
         self._random = torch.cuda.get_rng_state(device)
 
@@ -163,7 +163,7 @@ class _Values:
         for (name, tensor), value in zip(named, values, strict=True):
             self.tensors.append(tensor)
             self.names.append(name)
-            self.values.append(_on_host(value))
+            self.values.append(_copy_to_host(value))
 
     def write(self, *, grads: Sequence[Tensor | None] | None = None) -> None:
         """Restore the values. Gradients go to `grads` where it has tensors."""
@@ -194,11 +194,11 @@ def _tensors_of(state: State) -> list[Tensor]:
 def _results_of(result: object) -> tuple[list[Tensor], tuple[Any, ...]]:
     """Return the tensors of a result on the host, and all else that it consists of."""
     leaves, nesting = pytree.tree_flatten(result)
-    tensors = [_on_host(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
+    tensors = [_copy_to_host(leaf) for leaf in leaves if isinstance(leaf, Tensor)]
     return tensors, (nesting, *(leaf for leaf in leaves if not isinstance(leaf, Tensor)))
 
 
-def _on_host(tensor: Tensor) -> Tensor:
+def _copy_to_host(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
@@ -206,7 +206,7 @@ def _listed(names: list[str]) -> str:
     return ", ".join(dict.fromkeys(f"`{name}`" for name in names[:_NAMES]))
 
 
-def _fits(state: State) -> bool:
+def _has_room_for_copies(state: State) -> bool:
     """Return whether the host has memory for the copies of the state."""
     held = [*_tensors_of(state), *(each.grad for each in state.parameters if each.grad is not None)]
     needed = _COPIES * sum(each.numel() * each.element_size() for each in held)
@@ -251,7 +251,7 @@ def _difference(expected: _Values, first: _Values, again: object, state: State) 
     for _, a, b, c in unequal:  # relative to its size, as tensors have different units
         scale = max(_square(b), torch.finfo(torch.float64).tiny)
         deviation += _distance(a, b) / scale
-        noise += _distance(b, _on_host(c)) / scale
+        noise += _distance(b, _copy_to_host(c)) / scale
     if not unequal or deviation <= _NOISE**2 * noise < float("inf"):
         return None
     return (
