@@ -255,6 +255,7 @@ class Checkpoints:
             raise _unusable_directory(self.directory, error) from error
         self._pool = WorkerPool("checkpoint", capacity=0)
         self._lock: BinaryIO | None = None
+        self._last: DeviceFuture[Path] | None = None
 
     def lock(self) -> None:
         """Let no other process save to the directory until `close`, if its file system has locks.
@@ -302,7 +303,18 @@ class Checkpoints:
             raise ConfigError(f"step must be at least 0 (got {step})")
         self.lock()
         self.wait()
-        return self._pool.submit(self._write, step, to_host(state))
+        self._last = self._pool.submit(self._write, step, to_host(state))
+        return self._last
+
+    def check(self) -> None:
+        """Check once, without waiting, whether the last checkpoint has failed.
+
+        Raises:
+            CheckpointError: writing failed.
+        """
+        if self._last is not None and self._last.done():
+            last, self._last = self._last, None
+            last.result()
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written.

@@ -6,6 +6,7 @@ import random
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from torch import nn
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
 from graphstash import ConfigError, training
+from graphstash.training.checkpoints import CheckpointError
+from support.host import file_size_limit
 from support.jobs import TRAIN_JOB, losses_of, until_step
 from support.small_training import Seen, mse, problem, run
 from support.waiting import until
@@ -143,6 +146,30 @@ class Fails(training.Callback):
     def on_log(self, entry):
         if entry.step == 4:
             raise RuntimeError("on purpose")
+
+
+def test_checkpoint_that_cannot_be_written_ends_training_at_the_next_boundary(
+    tmp_path, monkeypatch
+):
+    save, futures, full = training.Checkpoints.save, [], ExitStack()
+
+    def recorded(*arguments):
+        futures.append(save(*arguments))
+
+    class FullDisk(training.Callback):
+        def on_step(self, step):
+            if step == 4:
+                full.enter_context(file_size_limit(100))
+            if step == 5:
+                until(futures[-1].done)
+                full.close()
+
+    monkeypatch.setattr(training.Checkpoints, "save", recorded)
+    options = {"checkpoints": tmp_path, "checkpoint_every": 4, "log_every": 2}
+    with full, pytest.raises(CheckpointError, match=r"step-00000004\.pt could not be written"):
+        run(8, callbacks=[FullDisk()], **options)
+    rest, _ = run(8, **options)
+    assert rest.resumed_from == 6  # there was room for a last checkpoint
 
 
 @pytest.mark.parametrize("ahead", [0, 2])

@@ -414,6 +414,8 @@ class _Run:
             self.in_step = False
 
     def _pass_boundary(self) -> None:
+        if self.checkpoints is not None:
+            self.checkpoints.check()
         self._read_log()
         if self._evaluates(self.done):
             self._evaluate()
