@@ -31,9 +31,8 @@ def delete(stash: Stash, number: int = 1) -> None:
 
 def turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Advance the clock of the copies, so that the host asks the server about all of them."""
-    later = time.time() + 601
     for module in ("standing", "withdrawals"):
-        monkeypatch.setattr(f"graphstash._artifacts.{module}.time", lambda: later)
+        monkeypatch.setattr(f"graphstash._artifacts.{module}.time", lambda: time.time() + 601)
 
 
 def port_of(server: LiveServer) -> int:
