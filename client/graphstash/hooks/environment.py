@@ -5,6 +5,8 @@ import json
 import os
 import platform
 import re
+import struct
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from functools import cache, partial
@@ -21,6 +23,7 @@ __all__ = [
     "cpu_features",
     "cpu_model",
     "environment_parts",
+    "flushed_denormals",
     "installed_pjrt_plugins",
     "libc",
     "omitted_flags",
@@ -82,6 +85,8 @@ _UNREGISTERED_PLUGINS: Final = ("libtpu", "libneuronxla")
 """Distributions of plug-ins that frameworks find without an entry point."""
 
 _CPUINFO: Final = Path("/proc/cpuinfo")
+
+_DENORMAL: Final[float] = 5e-324
 
 _THREAD: Final = "tf_XLAEigen"
 """Name of the threads with which an XLA client runs programs on a CPU."""
@@ -225,6 +230,16 @@ def cpu_model() -> str:
     return " ".join(
         _cpuinfo(name) for name in ("vendor_id", "cpu family", "model", "model name", "CPU part")
     )
+
+
+def flushed_denormals() -> str:
+    """Return which denormal numbers this thread computes as zero: results, operands or both.
+
+    Compilers compute and convert constants. torch has a setter but no getter, and a library that
+    was built with `-ffast-math` may set this state when it is loaded.
+    """
+    has_zero_result = struct.pack("<d", sys.float_info.min / 2) == bytes(8)
+    return " ".join(["results"] * has_zero_result + ["operands"] * (_DENORMAL == 0))
 
 
 def threads() -> str:

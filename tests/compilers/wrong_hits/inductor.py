@@ -1759,6 +1759,7 @@ _SWITCHES = (
     _switch("default type", "torch.set_default_dtype(torch.HERE)", "float32", "float64"),
     _switch("threads within operations", "torch.set_num_threads(HERE)", "2", "3"),
     _switch("determinism", "torch.use_deterministic_algorithms(HERE)"),
+    _switch("denormal numbers as zero", "torch.set_flush_denormal(HERE)"),
     _switch(
         "warnings instead of determinism",
         "torch.use_deterministic_algorithms(True, warn_only=HERE)",

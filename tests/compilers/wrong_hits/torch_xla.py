@@ -192,6 +192,7 @@ PAIRS = (
     _evaluates("shape", "of(HERE).sin()", "4", "8"),
     # Settings of the process
     _after("matmul precision", "", "torch_xla._XLAC._xla_set_mat_mul_precision('highest')"),
+    _after("denormal numbers as zero", "", "torch.set_flush_denormal(True)"),
     _after("XLA flags", "", _FAST),
     _after("file of XLA flags", "", _FLAG_FILE),
     _after("compilation by StableHLO", "", "os.environ['XLA_STABLEHLO_COMPILE'] = '1'"),

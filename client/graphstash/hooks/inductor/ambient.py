@@ -21,7 +21,7 @@ from torch._inductor.fx_passes import post_grad
 from torch.backends import mha, opt_einsum
 from torch.fx.experimental import _config as symbols_config
 
-from graphstash.hooks.environment import read_part
+from graphstash.hooks.environment import flushed_denormals, read_part
 
 __all__ = ["ambient_state", "is_changed", "unknown_switches"]
 
@@ -73,7 +73,7 @@ _SET: Final = frozenset(
         *("anomaly_enabled", "autocast_cache_enabled", "autocast_cpu_dtype", "num_threads"),
         *("autocast_cpu_enabled", "autocast_dtype", "autocast_enabled", "autocast_gpu_dtype"),
         *("autocast_ipu_dtype", "autocast_ipu_enabled", "autocast_xla_dtype"),
-        "autocast_xla_enabled",
+        *("autocast_xla_enabled", "flush_denormal"),
     }
 )
 """Setters of switches in the key: `ambient_state` reads most of them. The number of threads is a
@@ -93,8 +93,7 @@ _NOT_READ: Final = frozenset(
         *("meta_in_tls_dispatch_include", "multithreading_enabled", "neg"),
         *("only_lift_cpu_tensors", "override_stale_capture_stream", "skip_next_torch_function"),
         *("tensor_metadata", "tracing_state", "value_trace"),
-        # State that an executable reads when it runs, so that it need not be in the key.
-        *("flush_denormal", "num_interop_threads"),
+        "num_interop_threads",  # an executable reads it when it runs
     }
 )
 """Setters of switches that change no executable."""
@@ -142,6 +141,8 @@ def ambient_state() -> str:
     ]
     if (scalars := os.environ.get(_SCALARS)) is not None:
         lines.append(f"scalars={scalars}")
+    if flushed := flushed_denormals():
+        lines.append(f"flush_denormal={flushed}")
     return "\n".join([*lines, f"onednn_fusions={_has_fusions()}", *_omitted_settings()])
 
 

@@ -3,10 +3,11 @@
 torch_xla names a graph by a 128-bit hash of its nodes, torch_xla's git revisions, the `--xla*`
 tokens of two environment variables and the serialized topology. Measurements on 2.7 show that other
 inputs change the program but not the name: the matmul precision, `XLA_STABLEHLO_COMPILE`, the
-parameter-wrapping threshold, a flag file, the libtpu version, the build of the library, and
-attributes of some operations (see `omitted`). The fingerprint contains all of these. It also
-contains the features of the CPU, because torch_xla loads machine code without checking them, and
-on a CPU the number of threads in XLA's pools.
+parameter-wrapping threshold, a flag file, the libtpu version, the build of the library, attributes
+of some operations (see `omitted`), and whether the thread that lowers a graph computes denormal
+numbers as zero. The fingerprint contains all of these. It also contains the features of the CPU,
+because torch_xla loads machine code without checking them, and on a CPU the number of threads in
+XLA's pools.
 
 This code runs in the middle of a training step, so it computes nothing on a device and creates no
 tensor.
@@ -34,6 +35,7 @@ from graphstash.hooks.environment import (
     EnvironmentStates,
     cpu_device_type,
     cpu_features,
+    flushed_denormals,
     libc,
     read_part,
 )
@@ -72,6 +74,7 @@ class Fingerprints:
         self._environment = EnvironmentStates()
         self._has_changed = True  # since `snapshot` observed the environment
         self.observe_environment()
+        self.observe_denormals()
         # torch_xla 2.7 has a setter but no getter in Python. The library exports the variable.
         self._precision = ctypes.c_int.in_dll(ctypes.CDLL(torch_xla._XLAC.__file__), _PRECISION)
 
@@ -79,6 +82,12 @@ class Fingerprints:
         """Record the environment variables. Call it at look-ups."""
         has_started = torch_xla._XLAC._xla_runtime_is_initialized()
         self._environment.observe(has_started=has_started)
+
+    def observe_denormals(self) -> None:
+        """Record how this thread computes denormal numbers. Call it after each change: the thread
+        that looks up a graph is not the thread that lowers it.
+        """
+        self._denormals = flushed_denormals()
 
     def before_change(self) -> None:
         """Record the environment variables. Call it before each change of one."""
@@ -137,6 +146,7 @@ class Fingerprints:
             "threads": self._omitted.threads() if is_on_cpu else "",
             "omitted_attributes": json.dumps(self._omitted.values(), sort_keys=True),
             "matmul_precision": str(self._precision.value),
+            **({"flushed_denormals": self._denormals} if self._denormals else {}),
         }
 
 

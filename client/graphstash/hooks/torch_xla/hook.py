@@ -15,6 +15,7 @@ torch_xla has in memory.
 """
 
 import atexit
+import functools
 import logging
 import os
 import shutil
@@ -24,6 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+import torch
 import torch_xla
 import torch_xla.runtime as xr
 
@@ -125,6 +127,7 @@ class TorchXlaHook:
             self._patches.replace(xr, "initialize_cache", _ignore_initialize_cache)
             for name in ("putenv", "unsetenv"):  # `os.environ` calls these functions
                 self._patches.wrap(os, name, self._observe_before)
+            self._patches.wrap(torch, "set_flush_denormal", self._observe_after)
             self._mode = self._start_mode(cache)
 
     def close(self) -> None:
@@ -154,6 +157,15 @@ class TorchXlaHook:
             change(*args)
 
         return record_and_change
+
+    def _observe_after(self, change: Callable[[bool], bool]) -> Callable[[bool], bool]:
+        @functools.wraps(change)
+        def change_and_observe(mode: bool) -> bool:
+            is_supported = change(mode)
+            self._fingerprints.observe_denormals()
+            return is_supported
+
+        return change_and_observe
 
     def _start_mode(self, cache: CompileCache) -> ExactMode | HintMode:
         if cache.config.torch_xla_mode != "hint":
