@@ -153,23 +153,25 @@ def _describe_compiler() -> str:
     """
     path = shutil.which(compiler := get_cpp_compiler())
     if path is None:
-        return _compiler_version(compiler, "", 0)
-    changed_ns = Path(path).stat().st_mtime_ns
-    version = _compiler_version(compiler, path, changed_ns)
-    names = _words_of_script(path, changed_ns)
+        return _compiler_version(compiler, "")
+    status = Path(path).stat()
+    # A package manager may keep the time of modification.
+    state = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    version = _compiler_version(compiler, path, *state)
+    names = _words_of_script(path, *state)
     variables = [f"{name}={os.environ[name]}" for name in names if name in os.environ]
     return " ".join([version, *variables])
 
 
 @cache
-def _compiler_version(compiler: str, path: str, _changed_ns: int) -> str:
+def _compiler_version(compiler: str, path: str, *_state: int) -> str:
     digest = sha256(Path(path).read_bytes()).hexdigest() if path else ""
     version = get_compiler_version_info(compiler).replace(f"COLLECT_GCC={compiler}", "COLLECT_GCC")
     return f"{version} {digest}"
 
 
 @cache
-def _words_of_script(script: str, _changed_ns: int) -> tuple[str, ...]:
+def _words_of_script(script: str, *_state: int) -> tuple[str, ...]:
     """Return the words of a script that can name variables. Empty for a binary."""
     with Path(script).open("rb") as file:
         if file.read(2) != b"#!":
