@@ -292,6 +292,11 @@ _CODE = (
         for name, before, expression in (
             ("tensor that a backward reads", "FACTOR = torch.tensor(HERE.0)", "g * FACTOR"),
             (
+                "tensor of bits that a backward reads",
+                "FACTOR = torch.tensor([HERE], dtype=torch.uint8).view(torch.bits8)",
+                "g * FACTOR.view(torch.uint8)",
+            ),
+            (
                 "attribute of a tensor that a backward reads",
                 "FACTOR = torch.tensor(1.0)\nFACTOR.by = HERE",
                 "g * FACTOR.by",
@@ -1760,6 +1765,13 @@ _SWITCHES = (
     _switch("threads within operations", "torch.set_num_threads(HERE)", "2", "3"),
     _switch("determinism", "torch.use_deterministic_algorithms(HERE)"),
     _switch("denormal numbers as zero", "torch.set_flush_denormal(HERE)"),
+    _switch(
+        "setting that replaces fake kernels",
+        "import types; torch._dynamo.config._custom_ops_profile = HERE",
+        "None",
+        "types.SimpleNamespace(data={})",
+        reason="_custom_ops_profile",
+    ),
     _switch(
         "warnings instead of determinism",
         "torch.use_deterministic_algorithms(True, warn_only=HERE)",

@@ -11,10 +11,12 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any, Final, NamedTuple
 
+from torch._dynamo import config as dynamo_config
 from torch._functorch import config as functorch_config
 from torch._inductor import config
 from torch.fx import GraphModule
 
+from graphstash.hooks.code import UndescribableError
 from graphstash.hooks.inductor.describer import Describer
 from graphstash.hooks.inductor.given import given_to_node, given_to_region
 from graphstash.hooks.inductor.inputs import describe_ranges, describe_relations, input_lines
@@ -111,6 +113,8 @@ def user_code_of(
 
 
 def _functions_of_settings(describer: Describer) -> Iterator[str]:
+    if getattr(dynamo_config, "_custom_ops_profile", None) is not None:
+        raise UndescribableError("the setting _custom_ops_profile replaces fake kernels")
     for module in (config, functorch_config):
         for name in _names_of_functions(module):
             value = getattr(module, name, None)
