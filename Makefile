@@ -31,7 +31,7 @@ serve: $(VENV)/.installed  ## Start a server on 127.0.0.1:8077
 
 # More workers than a small machine has cores, because tests wait for servers. Tests that share an
 # expensive server or process run in one of them (tests/conftest.py).
-WORKERS ?= 5
+WORKERS ?= 6
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test: $(VENV)/.installed $(VENV)/.packages  ## Run the tests for which .venv suffices
