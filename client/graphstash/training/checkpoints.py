@@ -255,7 +255,6 @@ class Checkpoints:
             raise _unusable_directory(self.directory, error) from error
         self._pool = WorkerPool("checkpoint", capacity=0)
         self._lock: BinaryIO | None = None
-        self._last: DeviceFuture[Path] | None = None
 
     def lock(self) -> None:
         """Let no other process save to the directory until `close`, if its file system has locks.
@@ -303,18 +302,15 @@ class Checkpoints:
             raise ConfigError(f"step must be at least 0 (got {step})")
         self.lock()
         self.wait()
-        self._last = self._pool.submit(self._write, step, to_host(state))
-        return self._last
+        return self._pool.submit(self._write, step, to_host(state))
 
     def check(self) -> None:
-        """Check once, without waiting, whether the last checkpoint has failed.
+        """Check whether the last checkpoint has failed. Do not wait for it.
 
         Raises:
-            CheckpointError: writing failed.
+            CheckpointError: writing failed, and no earlier call has raised the error.
         """
-        if self._last is not None and self._last.done():
-            last, self._last = self._last, None
-            last.result()
+        self._pool.check()
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written.

@@ -234,6 +234,16 @@ class WorkerPool:
         future.add_done_callback(lambda _: slots.release())
         return DeviceFuture(future, self)
 
+    def check(self) -> None:
+        """Raise a failure that no call has raised yet. Do not wait for running submissions.
+
+        Raises:
+            BaseException: the first unread failure, which then counts as read.
+        """
+        for error in list(self._unread.values()):
+            self._mark_read(error)
+            raise error
+
     def close(self, *, cancel: bool = False) -> None:
         """Wait for all submissions and end the thread. Idempotent.
 
@@ -302,9 +312,7 @@ class WorkerPool:
     def _require_open(self) -> None:
         if self._closed:
             raise ExecutorClosed(f"{self.name!r} is closed; submit before close()")
-        for error in list(self._unread.values()):
-            self._mark_read(error)
-            raise error
+        self.check()
         if self._stopped_by is not None:
             raise self._stopped_by
 
