@@ -40,6 +40,7 @@ _ATTEMPTS = 4
 """Attempts to make room. Other writers, and a database on the same disk, may take it first."""
 
 _PATIENCE_SECONDS = 5.0
+"""Seconds to wait for other servers to delete blobs, before this server evicts more artifacts."""
 
 _MAX_STEP_BYTES = 16 * CHUNK_BYTES
 

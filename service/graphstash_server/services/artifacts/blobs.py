@@ -95,6 +95,7 @@ class BlobCollector:
 
     @contextmanager
     def _collecting(self) -> Iterator[None]:
+        """Let `wait_for_deletions` know that this process deletes blobs."""
         self._collections += 1
         try:
             yield
@@ -147,32 +148,29 @@ class BlobCollector:
             ServerError: 503 if the store did not delete all of them.
         """
         with self._collecting():
-            return await self._collect_all(digests, only_marked=only_marked)
-
-    async def _collect_all(self, digests: Collection[Digest], *, only_marked: bool) -> set[Digest]:
-        deleted: set[Digest] = set()
-        failure: ServerError | None = None
-        chosen = sorted(set(digests), key=str)
-        for start in range(0, len(chosen), _CLAIMED):
-            page = chosen[start : start + _CLAIMED]
-            async with self.database.writing() as connection:
-                await lock_blobs(connection, page)
-                if only_marked:
-                    page = _only(page, await find_marked(connection, page))
-                now = self.clock()
-                until = now + _CLAIM
-                page = _without(
-                    page, await find_claimed(connection, page, now=now, duration=_CLAIM)
-                )
-                page = _without(page, await self._find_kept(connection, page))
-                await claim_blobs(connection, page, until=until)
-                generations = await find_generations(connection, page)
-            gone, failed = await self._delete_all(page, generations, held_until=until)
-            deleted.update(gone)
-            failure = failed or failure
-        if failure is not None:
-            raise failure
-        return deleted
+            deleted: set[Digest] = set()
+            failure: ServerError | None = None
+            chosen = sorted(set(digests), key=str)
+            for start in range(0, len(chosen), _CLAIMED):
+                page = chosen[start : start + _CLAIMED]
+                async with self.database.writing() as connection:
+                    await lock_blobs(connection, page)
+                    if only_marked:
+                        page = _only(page, await find_marked(connection, page))
+                    now = self.clock()
+                    until = now + _CLAIM
+                    page = _without(
+                        page, await find_claimed(connection, page, now=now, duration=_CLAIM)
+                    )
+                    page = _without(page, await self._find_kept(connection, page))
+                    await claim_blobs(connection, page, until=until)
+                    generations = await find_generations(connection, page)
+                gone, failed = await self._delete_all(page, generations, held_until=until)
+                deleted.update(gone)
+                failure = failed or failure
+            if failure is not None:
+                raise failure
+            return deleted
 
     async def collect_marked(self) -> int:
         """Delete every marked blob that is unused and unclaimed. Return their number.
@@ -181,27 +179,24 @@ class BlobCollector:
             ServerError: 503 if the store did not delete all of them. They stay marked.
         """
         with self._collecting():
-            return await self._collect_marked()
-
-    async def _collect_marked(self) -> int:
-        deleted = 0
-        failure: ServerError | None = None
-        patience = self.clock() + _CLAIM  # then the claims of failed blobs end
-        while True:
-            now = self.clock()
-            until = now + _CLAIM
-            async with self.database.writing() as connection:
-                claimed = await claim_deletions(
-                    connection, now=now, duration=_CLAIM, limit=_CLAIMED, spared=self._uploading
-                )
-            gone, failed = await self._collect_claimed(claimed, held_until=until)
-            deleted += len(gone)
-            failure = failed or failure
-            if len(claimed) == _CLAIMED and (gone or self.clock() < patience):
-                continue  # with the other blobs, unless the store deletes none for long
-            if failure is not None:
-                raise failure
-            return deleted
+            deleted = 0
+            failure: ServerError | None = None
+            patience = self.clock() + _CLAIM  # then the claims of failed blobs end
+            while True:
+                now = self.clock()
+                until = now + _CLAIM
+                async with self.database.writing() as connection:
+                    claimed = await claim_deletions(
+                        connection, now=now, duration=_CLAIM, limit=_CLAIMED, spared=self._uploading
+                    )
+                gone, failed = await self._collect_claimed(claimed, held_until=until)
+                deleted += len(gone)
+                failure = failed or failure
+                if len(claimed) == _CLAIMED and (gone or self.clock() < patience):
+                    continue  # with the other blobs, unless the store deletes none for long
+                if failure is not None:
+                    raise failure
+                return deleted
 
     async def collect_abandoned(self) -> int:
         """Delete marked blobs until none is left. Return their number.
@@ -222,8 +217,8 @@ class BlobCollector:
     async def wait_for_deletions(self, seconds: float) -> int:
         """Wait until no blob is marked. Return the total size of the marked blobs that are left.
 
-        Wait for `seconds`, or for 15 if this process is deleting blobs: unlike another server, it
-        is known to be alive.
+        Wait for at most `seconds`, or 15 seconds while this process deletes blobs, if that is
+        longer: another server may have died, but this process has not.
         """
         loop = asyncio.get_running_loop()
         start = loop.time()
