@@ -87,6 +87,7 @@ _UNREGISTERED_PLUGINS: Final = ("libtpu", "libneuronxla")
 _CPUINFO: Final = Path("/proc/cpuinfo")
 
 _DENORMAL: Final[float] = 5e-324
+"""The smallest positive number, which is denormal."""
 
 _THREAD: Final = "tf_XLAEigen"
 """Name of the threads with which an XLA client runs programs on a CPU."""
@@ -238,8 +239,11 @@ def flushed_denormals() -> str:
     Compilers compute and convert constants. torch has a setter but no getter, and a library that
     was built with `-ffast-math` may set this state when it is loaded.
     """
-    has_zero_result = struct.pack("<d", sys.float_info.min / 2) == bytes(8)
-    return " ".join(["results"] * has_zero_result + ["operands"] * (_DENORMAL == 0))
+    is_flushed = {
+        "results": struct.pack("<d", sys.float_info.min / 2) == bytes(8),
+        "operands": _DENORMAL == 0,
+    }
+    return " ".join(name for name, is_zero in is_flushed.items() if is_zero)
 
 
 def threads() -> str:

@@ -99,8 +99,8 @@ def describe_run(options: Options) -> dict[str, Any]:
 def common_arguments(options: Options) -> dict[str, Any]:
     """Return the arguments that all processes of a job must have in common.
 
-    With others, the processes would wait for each other in different steps, or train to different
-    parameters.
+    If one of them differed, the processes would wait for each other in different steps, or train to
+    different parameters.
     """
     groups = options.optimizer.param_groups
     schedule = _constants(schedule_state(options.schedule), "the schedule's")
@@ -125,7 +125,11 @@ def _boundaries(options: Options) -> tuple[list[int], bool]:
         intervals.add(options.evaluate_every)
     if options.checkpoints is not None:
         intervals.add(options.checkpoint_every)
-    fewest = {each for each in intervals if [each % other for other in intervals].count(0) == 1}
+    fewest = {
+        each
+        for each in intervals
+        if not any(each % other == 0 for other in intervals - {each})  # no multiple of another
+    }
     ends = options.evaluate is not None or options.checkpoints is not None
     return (
         sorted(each for each in fewest if each <= options.steps),
