@@ -16,8 +16,9 @@ class TorchOptions(TypedDict, total=False):
 
     Attributes:
         master_weights: Store a float32 copy of bfloat16 or float16 parameters, and their moments in
-            float32, so that small changes add up. A step undoes a write into the parameter alone:
-            write into its state "master", too. Default: False.
+            float32, so that small changes add up. A step replaces the values of the parameter by
+            those of the copy. To change a parameter yourself, also change its copy, which is
+            `optimizer.state[parameter]["master"]`. Default: False.
         fused: False: never use torch's fused kernels. None or True: use a fused kernel on plain
             torch if it gives the formula's results. Default: None.
         foreach: Has no effect, but must not be True if `fused` is.
